@@ -1,0 +1,62 @@
+"""The order for one step: what the scheduler decides and the executor obeys. Integers only.
+
+A batch carries deltas. A request's tokens and sampling parameters are sent once, when it takes a slot; afterwards a row
+is (slot, start, count), and the sampled tokens never leave the device's RequestTable on their way to the next step.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mini_sglang.request import SamplingParams, TokenLogprobs
+
+
+class NewRow(msgspec.Struct, frozen=True):
+    """A request that takes `slot` with this step, new or resumed. It replaces whatever the slot held."""
+
+    slot: int
+    token_ids: list[int]  # every known token: the prompt, and after a preemption the output so far
+    num_prompt_tokens: int  # token_ids[num_prompt_tokens:] are output tokens, which the penalties count
+    params: SamplingParams
+    seed: int
+
+
+class NewPages(msgspec.Struct, frozen=True):
+    """Page ids that a slot's page table gains, at table index `first_index` and after."""
+
+    slot: int
+    first_index: int
+    page_ids: list[int]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Compute tokens `start` to `start + count - 1` of the request in `slot`; sample the next one if `samples`."""
+
+    slot: int
+    start: int
+    count: int
+    samples: bool
+
+
+class ScheduledBatch(msgspec.Struct, frozen=True):
+    """One step. Applied in this order: new rows, new pages, page copies, forward over `rows`, sampling.
+
+    `page_copies` are (source, destination) page ids; all sources are read before any destination is written.
+    """
+
+    step: int
+    rows: list[Row]
+    new_rows: list[NewRow]
+    new_pages: list[NewPages]
+    page_copies: list[tuple[int, int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step sampled: one entry per row with `samples`, in row order."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]

@@ -1,0 +1,45 @@
+"""How a tensor of a checkpoint reaches its place in the model: one at a time, dense or in its quantised blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class QuantizedBlocks:
+    """A 4-bit matrix as stored: w[o, i] = scale[o, i // group_size] * q[o, i] + minimum[o, i // group_size]."""
+
+    q: torch.Tensor  # [out, in] uint8, values 0 to 15
+    scale: torch.Tensor  # [out, in // group_size] float32
+    minimum: torch.Tensor  # [out, in // group_size] float32
+    group_size: int  # 32 for Q4_0 and Q4_1
+
+
+class CheckpointTensor(Protocol):
+    """One tensor of a checkpoint, under its Hugging Face name and in Hugging Face's row order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def dense(self) -> torch.Tensor:
+        """The values in the dtype stored (safetensors) or float32 (dequantised GGUF)."""
+        ...
+
+    def blocks(self) -> QuantizedBlocks | None:
+        """The 4-bit blocks, where the tensor is stored in Q4_0 or Q4_1; else None."""
+        ...
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """A place in the model that one checkpoint tensor fills."""
+
+    shape: tuple[int, ...]  # expected of the tensor in the checkpoint
+    load: Callable[[CheckpointTensor], None]
