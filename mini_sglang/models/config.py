@@ -1,10 +1,17 @@
-"""The shape of a model: what a checkpoint's config says, in one vocabulary for every family and file format."""
+"""The shape of a model: what a checkpoint's config says, in one vocabulary for every family and file format.
+
+Plain numbers and switches, checked where they are read, so that no later layer meets a setting it would have to ignore.
+It knows no tensors and no files: `mini_sglang.weights.model_config` reads those.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +34,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a decoder-only transformer, as read from config.json or GGUF metadata."""
+    """Sizes and switches of a decoder-only transformer, as read from config.json or GGUF metadata.
+
+    Raises ValueError when sizes do not fit each other, naming the field.
+    """
 
     architecture: str  # key of the model registry: "llama" | "qwen2" | "qwen3"
     vocab_size: int
@@ -49,10 +59,209 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a Hugging Face config.json (and generation_config.json, whose end tokens count too).
 
         Raises ValueError for a model type or a setting that is not supported, naming it.
         """
-        raise NotImplementedError
+        family = _family(config)
+        _refuse_unsupported(config)
+        num_heads = _required(config, "num_attention_heads")
+        num_kv_heads = _optional(config, "num_key_value_heads", num_heads)
+        head_dim = _optional(config, "head_dim", family.head_dim or _required(config, "hidden_size") // num_heads)
+        trained_length = _optional(config, "max_position_embeddings", family.context_length)
+        rope_theta, rope_scaling = _rope(config, trained_length)
+        attention_bias = family.qkv_bias or bool(config.get("attention_bias"))
+        return cls(
+            architecture=config["model_type"],
+            vocab_size=_required(config, "vocab_size"),
+            hidden_size=_required(config, "hidden_size"),
+            intermediate_size=_required(config, "intermediate_size"),
+            num_layers=_required(config, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            context_length=_stretched(trained_length, rope_scaling),
+            rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            attention_bias=attention_bias,
+            attention_output_bias=attention_bias and not family.qkv_bias,
+            mlp_bias=family.mlp_bias_allowed and bool(config.get("mlp_bias")),
+            dtype=_dtype(config),
+            bos_token_id=_first_id(config.get("bos_token_id")),
+            eos_token_ids=eos_token_ids(config) | eos_token_ids(generation_config or {}),
+        )
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "context_length",
+)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's config.json leaves unsaid: transformers' defaults for absent keys, and fixed traits."""
+
+    context_length: int
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    qkv_bias: bool = False  # always a bias on q, k, v and none on the output projection
+    mlp_bias_allowed: bool = False
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(context_length=2048, mlp_bias_allowed=True),
+    "qwen2": _Family(context_length=32768, qkv_bias=True),
+    "qwen3": _Family(context_length=32768, head_dim=128),
+}
+
+
+def _family(config: Mapping[str, Any]) -> _Family:
+    model_type = str(config.get("model_type"))
+    if model_type not in _FAMILIES:
+        supported = ", ".join(sorted(_FAMILIES))
+        raise ValueError(f"model_type {model_type!r} is not supported; supported are {supported}")
+    return _FAMILIES[model_type]
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"hidden_act {activation!r} is not supported; only 'silu' is")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        raise ValueError(
+            f"quantization_config (quant_method {method!r}) is not supported; "
+            "use an unquantised checkpoint or a GGUF file"
+        )
+    layer_types = set(config.get("layer_types") or ())
+    if not layer_types and config.get("use_sliding_window") and config.get("sliding_window"):
+        # The layers from max_window_layers on slide; without the key transformers takes 28.
+        slides = _optional(config, "max_window_layers", 28) < _required(config, "num_hidden_layers")
+        layer_types = {"sliding_attention"} if slides else set()
+    if layer_types - {"full_attention"}:
+        kinds = ", ".join(sorted(layer_types - {"full_attention"}))
+        raise ValueError(f"layer_types {kinds} (sliding_window {config.get('sliding_window')}) are not supported")
+
+
+def _rope(config: Mapping[str, Any], trained_length: int) -> tuple[float, RopeScaling | None]:
+    """The rotary base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope: Mapping[str, Any] = config.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(f"{key} must be one mapping for all layers, got {rope!r}")
+    theta = float(_optional(rope, "rope_theta", _optional(config, "rope_theta", 10000.0)))
+    partial = float(_optional(rope, "partial_rotary_factor", _optional(config, "partial_rotary_factor", 1.0)))
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
+    kind = _optional(rope, "rope_type", _optional(rope, "type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in _ROPE_READERS:
+        supported = ", ".join(["default", *_ROPE_READERS])
+        raise ValueError(f"{key} of type {kind!r} is not supported; supported are {supported}")
+    original = _optional(
+        config, "original_max_position_embeddings", rope.get("original_max_position_embeddings") or trained_length
+    )
+    return theta, _ROPE_READERS[kind](rope, original, trained_length)
+
+
+def _read_linear(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
+    return RopeScaling(kind="linear", factor=float(_required(rope, "factor", "rope_scaling")))
+
+
+def _read_llama3(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
+    return RopeScaling(
+        kind="llama3",
+        factor=float(_required(rope, "factor", "rope_scaling")),
+        original_context_length=original,
+        low_freq_factor=float(_required(rope, "low_freq_factor", "rope_scaling")),
+        high_freq_factor=float(_required(rope, "high_freq_factor", "rope_scaling")),
+    )
+
+
+def _read_yarn(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
+    if rope.get("truncate") is False:
+        raise ValueError("rope_scaling 'truncate': false is not supported for yarn")
+    factor = float(_optional(rope, "factor", trained_length / original))
+    attention_factor = rope.get("attention_factor")
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_context_length=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        attention_factor=None if attention_factor is None else float(attention_factor),
+    )
+
+
+def _yarn_magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+_ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any], int, int], RopeScaling]] = {
+    "linear": _read_linear,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
+
+
+def _stretched(trained_length: int, scaling: RopeScaling | None) -> int:
+    """The usable context. Checkpoints with yarn often keep the short length in `max_position_embeddings`."""
+    if scaling is None or scaling.kind != "yarn":
+        return trained_length
+    return max(trained_length, int(scaling.original_context_length * scaling.factor))
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return name.removeprefix("torch.")
+
+
+def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    """The `eos_token_id` of a config.json or generation_config.json, which is an id, a list of ids, or absent."""
+    value = config.get("eos_token_id")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return frozenset(int(token_id) for token_id in values if token_id is not None)
+
+
+def _first_id(value: Any) -> int | None:
+    """Some configs list several begin tokens; the first is the one that is prepended."""
+    if isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    return None if value is None else int(value)
+
+
+def _required(config: Mapping[str, Any], key: str, where: str = "config.json") -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"{where} has no {key!r}")
+    return config[key]
+
+
+def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value, or the default where the key is absent or null."""
+    return default if config.get(key) is None else config[key]

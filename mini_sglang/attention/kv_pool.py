@@ -1,0 +1,55 @@
+"""The memory of keys and values: one tensor per layer, cut into pages. Who owns which page is not known here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class KVPool:
+    """Per layer [2, num_pages, page_size, kv_heads, head_dim]: keys at index 0, values at 1 (NHD order)."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (2, num_pages, page_size, num_kv_heads, head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        # the same memory by cell (page id * page_size + offset): [num_cells, kv_heads, head_dim] of keys and of values
+        self.key_cells = [layer[0].flatten(0, 1) for layer in self.layers]
+        self.value_cells = [layer[1].flatten(0, 1) for layer in self.layers]
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+
+    def store(self, layer: int, cells: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [tokens, kv_heads, head_dim] to `cells` [tokens] int64."""
+        self.key_cells[layer].index_copy_(0, cells, k)
+        self.value_cells[layer].index_copy_(0, cells, v)
+
+    def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Keys and values of `pages` [n] in that order -> [2, n * page_size, kv_heads, head_dim]"""
+        return self.layers[layer].index_select(1, pages).flatten(1, 2)
+
+    @staticmethod
+    def bytes_per_page(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (source, destination) each; every source is read before any destination is written."""
+        if not copies:
+            return
+        device = self.layers[0].device
+        sources = torch.tensor([source for source, _ in copies], device=device)
+        destinations = torch.tensor([destination for _, destination in copies], device=device)
+        for layer in self.layers:
+            layer.index_copy_(1, destinations, layer.index_select(1, sources))

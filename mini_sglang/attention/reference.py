@@ -1,0 +1,116 @@
+"""Paged attention in plain PyTorch, on any device: the definition that every other backend is tested against.
+
+Rows that compute one token (decodes) are batched into one padded product; rows that compute a chunk run one by one,
+each as a whole. Query heads that share a KV head are laid out as further query rows or as a broadcast batch, so the
+keys and values of a group are never repeated in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mini_sglang.attention.base import AttentionMetadata
+from mini_sglang.attention.kv_pool import KVPool
+
+
+class ReferenceBackend:
+    """Reads and writes `pool` with gathers and scatters of whole pages."""
+
+    def __init__(self, pool: KVPool, dtype: torch.dtype) -> None:
+        self._pool = pool
+        self._dtype = dtype
+
+    def plan(self, metadata: AttentionMetadata) -> ReferencePlan:
+        return ReferencePlan(self._pool, metadata, self._dtype)
+
+
+class ReferencePlan:
+    """One step: `decode` is the batch of single-token rows, `chunks` are the others."""
+
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata, dtype: torch.dtype) -> None:
+        self._pool = pool
+        device = metadata.page_table.device
+        firsts = _exclusive_cumsum(metadata.counts)
+        decode_rows = [row for row, count in enumerate(metadata.counts) if count == 1]
+        self._cells = metadata.cells
+        self._chunks = [
+            _Chunk(pool, metadata, row, firsts[row], dtype) for row, count in enumerate(metadata.counts) if count > 1
+        ]
+        self._decode = _Decode(pool, metadata, decode_rows, dtype) if decode_rows else None
+        # None: every token is a decode row, in order, so no gather is needed
+        self._decode_tokens = (
+            torch.tensor([firsts[row] for row in decode_rows], device=device) if self._chunks and decode_rows else None
+        )
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        self._pool.store(layer, self._cells, k, v)
+        if self._decode is not None and not self._chunks:
+            return self._decode.run(q, layer)
+        out = torch.empty_like(q)
+        for chunk in self._chunks:
+            out[chunk.tokens] = chunk.run(q[chunk.tokens], layer)
+        if self._decode is not None:
+            out[self._decode_tokens] = self._decode.run(q[self._decode_tokens], layer)
+        return out
+
+
+class _Decode:
+    """Rows of one query token each, padded to the longest row's pages and masked beyond each row's own length."""
+
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata, rows: list[int], dtype: torch.dtype) -> None:
+        self._pool = pool
+        device = metadata.page_table.device
+        lengths = [metadata.starts[row] + 1 for row in rows]
+        num_pages = -(-max(lengths) // pool.page_size)
+        table = metadata.page_table if len(rows) == len(metadata.counts) else metadata.page_table[rows]
+        self._pages = table[:, :num_pages].reshape(-1)
+        width = num_pages * pool.page_size
+        self._kv_shape = (2, len(rows), width, pool.num_kv_heads, pool.head_dim)
+        # the query heads of a group are the query rows of their KV head
+        self._q_shape = (len(rows), pool.num_kv_heads, -1, pool.head_dim)
+        beyond = torch.arange(width, device=device) >= torch.tensor(lengths, device=device).unsqueeze(1)
+        self._mask = _additive_mask(beyond, dtype).view(len(rows), 1, 1, width)
+
+    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """q [rows, heads, head_dim] -> the same shape"""
+        k, v = self._pool.gather(layer, self._pages).view(self._kv_shape).transpose(2, 3).unbind()
+        return F.scaled_dot_product_attention(q.view(self._q_shape), k, v, attn_mask=self._mask).reshape(q.shape)
+
+
+class _Chunk:
+    """One row that computes several tokens: `tokens` is its span in the step."""
+
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata, row: int, first: int, dtype: torch.dtype) -> None:
+        self._pool = pool
+        start, count = metadata.starts[row], metadata.counts[row]
+        self.tokens = slice(first, first + count)
+        self._length = start + count
+        self._pages = metadata.page_table[row, : -(-self._length // pool.page_size)]
+        self._mask: torch.Tensor | None = None
+        if start > 0:  # query i sits at position start + i; with start 0 the kernel's own causal mask is the same
+            positions = torch.arange(self._length, device=self._pages.device)
+            self._mask = _additive_mask(positions > positions[start:].unsqueeze(1), dtype)
+
+    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """q [count, heads, head_dim] -> the same shape"""
+        kv_heads = self._pool.num_kv_heads
+        group = q.shape[1] // kv_heads
+        kv = self._pool.gather(layer, self._pages)[:, : self._length].transpose(1, 2)
+        k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1).unbind()  # [kv_heads, group, length, head_dim] each
+        grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, count, head_dim]
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key is seen, -inf where it is hidden"""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def _exclusive_cumsum(counts: list[int]) -> list[int]:
+    firsts, total = [], 0
+    for count in counts:
+        firsts.append(total)
+        total += count
+    return firsts

@@ -1,0 +1,137 @@
+"""Builds what executes a batch and launches steps on it. Knows the hardware; knows no request and no policy."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+
+from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.attention.reference import ReferenceBackend
+from mini_sglang.config import EngineConfig
+from mini_sglang.execution.model_runner import ModelRunner
+from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.layers.placement import Placement
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.models.registry import build_model
+from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
+from mini_sglang.weights.hub import ModelSource, resolve_model
+from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_model_config, load_weights
+
+logger = logging.getLogger(__name__)
+
+
+class StepHandle:
+    """A launched step. `result` waits for it."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class Executor:
+    """Loads the model named by `config`; afterwards `config` has every `auto` resolved.
+
+    Raises ValueError, naming the field, where the configuration does not fit the model or the machine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        source = resolve_model(config.model, source=config.model_source, revision=config.revision)
+        model_config = load_model_config(source)
+        self.config = resolve(config, model_config, source)
+        self.model_config = replace(model_config, context_length=self.config.context_length)
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        device, dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
+        model = build_model(self.model_config, Placement(device, dtype, packed=self.config.weights == "packed"))
+        if config.load_format == "dummy":
+            load_dummy_weights(model.weight_slots(), seed=config.seed)
+        else:
+            load_weights(source, self.model_config, model.weight_slots(), show_progress=True)
+        pool = KVPool(
+            num_layers=model_config.num_layers,
+            num_pages=_resolved(self.config.num_pages),
+            page_size=self.config.page_size,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        table = RequestTable(
+            self.config.max_running_requests, _resolved(self.config.context_length), self.config.page_size, device
+        )
+        self._runner = ModelRunner(model, pool, ReferenceBackend(pool, dtype), table)
+
+    def launch(self, batch: ScheduledBatch) -> StepHandle:
+        """Start a step. On a CPU it has finished when this returns."""
+        return StepHandle(self._runner.run(batch))
+
+    def close(self) -> None:
+        """Drop the model and the pool."""
+        del self._runner
+
+
+def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> EngineConfig:
+    """`config` with every `auto` and None replaced by what this machine and this model give."""
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    on_cpu = torch.device(device).type == "cpu"
+    dtype = config.dtype if config.dtype != "auto" else _fastest_dtype(on_cpu)
+    context_length = config.context_length or model.context_length
+    if context_length > model.context_length:
+        raise ValueError(f"context_length must be at most the model's {model.context_length}, got {context_length}")
+    return config.replace(
+        device=device,
+        dtype=dtype,
+        weights=_resolve_weights(config, on_cpu, dtype, source),
+        context_length=context_length,
+        num_pages=config.num_pages or _pages_that_fit(config, model, dtype, context_length),
+        run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
+        attention_backend="reference" if config.attention_backend == "auto" else config.attention_backend,
+        num_threads=config.num_threads or (len(os.sched_getaffinity(0)) if on_cpu else None),
+    )
+
+
+def _fastest_dtype(on_cpu: bool) -> str:
+    """bfloat16 on GPUs and on CPUs that multiply it natively, else float32."""
+    if not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return "bfloat16"
+    return "float32"
+
+
+def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: ModelSource) -> str:
+    possible = on_cpu and dtype == "bfloat16" and config.load_format != "dummy" and has_packed_blocks(source)
+    if config.weights == "packed" and not possible:
+        raise ValueError(
+            "weights=packed needs a 4-bit GGUF file (Q4_0 or Q4_1), a CPU and dtype bfloat16; got "
+            f"{source.path} on {'cpu' if on_cpu else 'gpu'} with dtype {dtype}"
+        )
+    if config.weights == "auto":
+        return "packed" if possible and config.dtype == "auto" else "dense"
+    return config.weights
+
+
+def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int) -> int:
+    """Pages within the byte budget, but never more than all slots at full length could use."""
+    page_bytes = KVPool.bytes_per_page(
+        model.num_layers, config.page_size, model.num_kv_heads, model.head_dim, _DTYPES[dtype]
+    )
+    pages = config.kv_cache_bytes // page_bytes
+    if pages < 2:
+        raise ValueError(
+            f"kv_cache_bytes must hold at least two pages of {page_bytes} bytes, got {config.kv_cache_bytes}; "
+            "raise it or lower page_size"
+        )
+    return min(pages, config.max_running_requests * -(-context_length // config.page_size))
+
+
+def _resolved(value: int | None) -> int:
+    if value is None:
+        raise ValueError("the configuration was not resolved")
+    return value
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

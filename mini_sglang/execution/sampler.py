@@ -1,0 +1,184 @@
+"""From logits to tokens, for all rows at once and each row as if it were alone.
+
+Order per row: logit bias and allowed tokens, penalties, temperature, top-k, top-p, min-p, draw. The draw inverts the
+cumulative distribution at one uniform number that is a hash of (seed, position), so a request samples the same tokens
+in any batch, chunked, resumed or not. Greedy rows take the argmax. Log-probabilities are of the model's distribution,
+before any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mini_sglang.request import SamplingParams, TokenLogprobs
+
+_FIRST_CANDIDATES = 256  # enough for nearly every top-p; wider distributions take a second look at everything
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """R rows to sample, one entry each."""
+
+    params: list[SamplingParams]
+    seeds: list[int]
+    positions: list[int]  # of the token to be drawn
+    prompt_lengths: list[int]
+    history: Callable[[int], torch.Tensor]  # row -> its tokens so far [length] int32, prompt first
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Draw one token per row. logits [R, vocab], any float dtype, left unchanged -> token ids [R] int64"""
+    if not any(_changes_logits(params) for params in batch.params):
+        if all(params.temperature == 0 for params in batch.params):
+            return logits.argmax(-1)
+        logits = logits.float()
+    else:
+        logits = logits.to(torch.float32, copy=True)
+        for row, params in enumerate(batch.params):
+            if _changes_logits(params):
+                _apply_bias(logits[row], params)
+                _apply_penalties(logits[row], params, batch.history(row), batch.prompt_lengths[row])
+    token_ids = logits.argmax(-1)
+    plain = [row for row, params in enumerate(batch.params) if params.temperature > 0 and not _filters(params)]
+    filtered = [row for row, params in enumerate(batch.params) if params.temperature > 0 and _filters(params)]
+    if plain:
+        token_ids[plain] = _draw(_tempered(logits, plain, batch).exp_(), _uniforms(plain, batch, logits.device))
+    if filtered:
+        token_ids[filtered] = _draw_filtered(_tempered(logits, filtered, batch), filtered, batch)
+    return token_ids
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, params: list[SamplingParams]
+) -> list[TokenLogprobs | None]:
+    """Log-probabilities of the sampled and the best tokens, for the rows that ask. logits [R, vocab], token_ids [R]"""
+    results: list[TokenLogprobs | None] = [None] * len(params)
+    asking = [row for row, p in enumerate(params) if p.logprobs is not None]
+    if not asking:
+        return results
+    logprobs = logits[asking].float().log_softmax(-1)
+    sampled = logprobs.gather(1, token_ids[asking].unsqueeze(1))
+    best = logprobs.topk(max(max(params[row].logprobs or 0 for row in asking), 1))
+    for index, row in enumerate(asking):
+        count = params[row].logprobs or 0
+        results[row] = TokenLogprobs(
+            token_ids=[int(token_ids[row]), *best.indices[index, :count].tolist()],
+            logprobs=[float(sampled[index, 0]), *best.values[index, :count].tolist()],
+        )
+    return results
+
+
+def _changes_logits(params: SamplingParams) -> bool:
+    return bool(
+        params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def _apply_bias(logits: torch.Tensor, params: SamplingParams) -> None:
+    """logits [vocab], changed in place"""
+    if params.logit_bias:
+        indices = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[indices] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+    if params.allowed_token_ids is not None:
+        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
+        kept = logits[allowed]
+        logits.fill_(float("-inf"))
+        logits[allowed] = kept
+
+
+def _apply_penalties(logits: torch.Tensor, params: SamplingParams, history: torch.Tensor, prompt_length: int) -> None:
+    """logits [vocab], changed in place.
+
+    Repetition (Keskar et al., arXiv 1909.05858) looks at prompt and output and divides positive logits, multiplies
+    negative ones; presence and frequency (OpenAI's definition) look at the output alone and subtract.
+    """
+    if params.repetition_penalty != 1:
+        seen = history.long().unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        tokens, counts = history[prompt_length:].long().unique(return_counts=True)
+        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _tempered(logits: torch.Tensor, rows: list[int], batch: SamplingBatch) -> torch.Tensor:
+    """logits / temperature of the rows named [len(rows), vocab]"""
+    temperature = torch.tensor([batch.params[row].temperature for row in rows], device=logits.device)
+    chosen = logits if len(rows) == logits.shape[0] else logits[rows]
+    # the largest logit becomes 0 first: a tiny temperature then cannot overflow
+    return (chosen - chosen.amax(-1, keepdim=True)) / temperature.unsqueeze(1)
+
+
+def _draw_filtered(logits: torch.Tensor, rows: list[int], batch: SamplingBatch) -> torch.Tensor:
+    """Top-k, top-p and min-p over the most likely tokens in descending order; all tokens only where a row needs them.
+
+    logits [len(rows), vocab] -> token ids [len(rows)]
+    """
+    vocab_size, device = logits.shape[1], logits.device
+    params = [batch.params[row] for row in rows]
+    limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    top_k = torch.tensor(limits, device=device).unsqueeze(1)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device).unsqueeze(1)
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device).unsqueeze(1)
+    total = logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    width = min(vocab_size, max(_FIRST_CANDIDATES, *(limit for limit in limits if limit < vocab_size), 0))
+    while True:
+        values, token_ids = logits.topk(width)
+        weights = values.double().exp().masked_fill(torch.arange(width, device=device) >= top_k, 0.0)
+        running = weights.cumsum(-1)
+        mass = torch.where(top_k < vocab_size, running[:, -1:], total)  # what top-p is a share of
+        threshold = min_p * weights[:, :1]
+        enough = (top_k <= width) | (running[:, -1:] >= top_p * mass) | (weights[:, -1:] < threshold)
+        if bool(enough.all()):
+            break
+        width = vocab_size
+    kept = ((running - weights < top_p * mass) | (top_p >= 1)) & (weights >= threshold)
+    kept[:, 0] = True  # the most likely token always stays
+    choice = _draw(weights * kept, _uniforms(rows, batch, device))
+    return token_ids.gather(1, choice.unsqueeze(1)).squeeze(1)
+
+
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Index at which the running sum passes the share `uniforms` [R] of the whole. weights [R, n] >= 0 -> [R] int64"""
+    running = weights.cumsum(-1, dtype=torch.float64)
+    target = uniforms.unsqueeze(1) * running[:, -1:]
+    index = torch.searchsorted(running, target, right=True).squeeze(1)
+    # rounding may point past the last token that has any weight
+    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
+    return torch.minimum(index, last)
+
+
+def _uniforms(rows: list[int], batch: SamplingBatch, device: torch.device) -> torch.Tensor:
+    """One number in [0, 1) per row from its (seed, position) alone, [len(rows)] float64"""
+    seeds = torch.tensor([batch.seeds[row] for row in rows], dtype=torch.int64, device=device)
+    positions = torch.tensor([batch.positions[row] for row in rows], dtype=torch.int64, device=device)
+    bits = _mix(_mix(seeds) + positions)
+    return (bits & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's step (Steele, Lea and Flood, OOPSLA 2014) on int64, whose arithmetic wraps as uint64's does."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: int64's own shift would copy the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x

@@ -1,0 +1,16 @@
+"""Where a model's weights live and in which form: handed to every layer when the model is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Device and dtype of weights and activations; `packed` keeps 4-bit blocks packed for steps of few rows."""
+
+    device: torch.device
+    dtype: torch.dtype
+    packed: bool = False

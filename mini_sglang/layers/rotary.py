@@ -1,0 +1,87 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864) in the half-split layout, with its context extensions.
+
+The angles of every position are tabulated once, in float32. A step looks its positions up once and all layers share
+the result.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from mini_sglang.layers.placement import Placement
+from mini_sglang.models.config import ModelConfig, RopeScaling
+
+
+class Rotation(NamedTuple):
+    """cos and signed sin of one step's positions, [tokens, 1, head_dim] each; sin is negated in its first half."""
+
+    cos: torch.Tensor
+    signed_sin: torch.Tensor
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate x [tokens, heads, head_dim].
+
+        With halves (a, b) the result is (a cos - b sin, b cos + a sin): rolling by half a head swaps the halves, and
+        the sign lies in the table.
+        """
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.signed_sin)
+
+
+class RotaryTable:
+    """Rotations of positions 0 to `context_length` - 1."""
+
+    def __init__(self, config: ModelConfig, context_length: int, placement: Placement) -> None:
+        inverse, amplitude = inverse_frequencies(config)
+        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
+        cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
+        self._cos = torch.cat((cos, cos), -1).to(placement.device, placement.dtype).unsqueeze(1)
+        self._signed_sin = torch.cat((-sin, sin), -1).to(placement.device, placement.dtype).unsqueeze(1)
+
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """positions [tokens] int64"""
+        return Rotation(self._cos[positions], self._signed_sin[positions])
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+    """Angle per position of each pair, [head_dim / 2] float32, and the factor on cos and sin (1 but for YaRN)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    inverse = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inverse, 1.0
+    if scaling.kind == "linear":
+        return inverse / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3(inverse, scaling), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(inverse, scaling, config)
+    raise ValueError(f"rope_scaling type must be linear, llama3 or yarn, got {scaling.kind!r}")
+
+
+def _llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Slow down long wavelengths, keep short ones, blend in between (Llama 3.1's published rule)."""
+    wavelengths = 2 * math.pi / inverse
+    turns = scaling.original_context_length / wavelengths  # full turns within the trained context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * inverse / scaling.factor + blend * inverse
+
+
+def _yarn(inverse: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> tuple[torch.Tensor, float]:
+    """NTK-by-parts interpolation: dimensions that turn often keep their speed, slow ones are stretched (YaRN)."""
+
+    def dimension_of(turns: float) -> float:
+        ratio = scaling.original_context_length / (turns * 2 * math.pi)
+        return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(scaling.beta_slow)), config.head_dim - 1)
+    ramp = (torch.arange(config.head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    stretch = ramp.clamp(0, 1)
+    amplitude = scaling.attention_factor
+    if amplitude is None:
+        amplitude = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return inverse / scaling.factor * stretch + inverse * (1 - stretch), amplitude

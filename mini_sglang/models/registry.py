@@ -1,0 +1,28 @@
+"""Which function builds which architecture. A new architecture adds a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mini_sglang.layers.placement import Placement
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.models.llama import llama
+from mini_sglang.models.qwen2 import qwen2
+from mini_sglang.models.qwen3 import qwen3
+from mini_sglang.models.transformer import Transformer
+
+_BUILDERS: dict[str, Callable[[ModelConfig, Placement], Transformer]] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+
+
+def build_model(config: ModelConfig, placement: Placement) -> Transformer:
+    """An empty model; its `weight_slots` say what to load. Raises ValueError for an unknown architecture."""
+    try:
+        builder = _BUILDERS[config.architecture]
+    except KeyError:
+        known = ", ".join(sorted(_BUILDERS))
+        raise ValueError(f"architecture must be one of {known}, got {config.architecture!r}") from None
+    return builder(config, placement)

@@ -1,0 +1,99 @@
+"""The skeleton of a decoder-only transformer. An architecture hands in the parts that differ (see `llama.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from mini_sglang.attention.base import AttentionPlan
+from mini_sglang.layers.embedding import Embedding
+from mini_sglang.layers.linear import Linear
+from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.layers.placement import Placement
+from mini_sglang.layers.rotary import RotaryTable, Rotation
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.models.forward_batch import ForwardBatch
+from mini_sglang.weights.tensor import WeightSlot
+
+
+class AttentionPart(Protocol):
+    def __call__(
+        self, residual: torch.Tensor, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan
+    ) -> torch.Tensor: ...
+
+    def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
+
+
+class MLPPart(Protocol):
+    def __call__(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
+
+    def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
+
+
+class Transformer:
+    """Embedding, `num_layers` blocks of attention and MLP, final norm, output head.
+
+    `attention` and `mlp` make the parts of one layer from (config, placement, layer index).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        *,
+        attention: Callable[[ModelConfig, Placement, int], AttentionPart],
+        mlp: Callable[[ModelConfig, Placement, int], MLPPart],
+    ) -> None:
+        self.config = config
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
+        self._rotary = RotaryTable(config, config.context_length, placement)
+        self._blocks = [
+            Block(config, placement, attention(config, placement, layer), mlp(config, placement, layer))
+            for layer in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`"""
+        x = self._embedding(batch.input_ids)
+        rotation = self._rotary.at(batch.positions)
+        for block in self._blocks:
+            x = block(x, rotation, batch.plan)
+        return self._head(self._norm(x[batch.logit_rows]))
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Every checkpoint tensor the model needs, by its Hugging Face name."""
+        tied = self.config.tie_word_embeddings
+        slots = {"model.embed_tokens.weight": self._embedding.weight_slot(self._head if tied else None)}
+        for layer, block in enumerate(self._blocks):
+            slots |= block.weight_slots(f"model.layers.{layer}")
+        slots["model.norm.weight"] = self._norm.weight_slot()
+        if not tied:
+            slots |= self._head.weight_slots("")
+        return slots
+
+
+class Block:
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, attention: AttentionPart, mlp: MLPPart) -> None:
+        self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._attention = attention
+        self._post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._mlp = mlp
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan) -> torch.Tensor:
+        """x [tokens, hidden] -> the same shape"""
+        x = self._attention(x, self._input_norm(x), rotation, plan)
+        return self._mlp(x, self._post_norm(x))
+
+    def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return {
+            f"{prefix}.input_layernorm.weight": self._input_norm.weight_slot(),
+            f"{prefix}.post_attention_layernorm.weight": self._post_norm.weight_slot(),
+            **self._attention.weight_slots(f"{prefix}.self_attn"),
+            **self._mlp.weight_slots(f"{prefix}.mlp"),
+        }
