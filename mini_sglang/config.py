@@ -8,37 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 DEFAULT_MODEL = "smollm2-135m"
+
+
+def _option(default: Any, help: str) -> Any:
+    """A field with its one-line explanation, which is also the help of its command-line option."""
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Raises ValueError, naming the field, when a value is out of range."""
 
-    model: str = DEFAULT_MODEL  # built-in name, folder of safetensors, .gguf file, or hub id
-    model_source: Literal["huggingface", "modelscope"] = "huggingface"
-    revision: str | None = None
-    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    weights: Literal["auto", "dense", "packed"] = "auto"  # packed: GGUF's 4-bit blocks as they are (CPU)
-    seed: int = 0  # of dummy weights and of requests that bring no seed
+    model: str = _option(DEFAULT_MODEL, "built-in name, folder of safetensors, .gguf file, or hub id")
+    model_source: Literal["huggingface", "modelscope"] = _option("huggingface", "hub that a model id is looked up in")
+    revision: str | None = _option(None, "branch, tag or commit of a hub model; none: the hub's default")
+    load_format: Literal["auto", "dummy"] = _option("auto", "dummy: random weights from the config alone")
+    device: str = _option("auto", "torch device, such as cpu or cuda")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "arithmetic of weights and activations")
+    weights: Literal["auto", "dense", "packed"] = _option("auto", "packed: GGUF's 4-bit blocks as they are (CPU)")
+    seed: int = _option(0, "seed of dummy weights")
 
-    page_size: int = 16
-    num_pages: int | None = None  # None: from kv_cache_bytes
-    kv_cache_bytes: int = 1 << 30
-    cache: Literal["radix", "naive"] = "radix"
+    page_size: int = _option(16, "tokens per page of the KV cache")
+    num_pages: int | None = _option(None, "pages of the KV cache; none: as many as fit kv_cache_bytes")
+    kv_cache_bytes: int = _option(1 << 30, "bytes of the KV cache on a CPU, where num_pages is not given")
+    cache: Literal["radix", "naive"] = _option("radix", "radix: reuse the KV of shared prefixes; naive: reuse nothing")
 
-    context_length: int | None = None  # None: the model's own
-    max_running_requests: int = 64
-    max_prefill_tokens: int = 512  # token budget of one step, decodes included
-    schedule: Literal["fcfs", "lpm", "priority"] = "fcfs"
-    run_ahead: int | None = None  # steps launched before the oldest is read; None: 0 on CPU, 1 on GPU
+    context_length: int | None = _option(None, "most tokens of one request, prompt and output; none: the model's own")
+    max_running_requests: int = _option(64, "most requests in one step")
+    max_prefill_tokens: int = _option(512, "token budget of one step, decodes included")
+    schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "who goes first; lpm: longest cached prefix")
+    run_ahead: int | None = _option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
-    attention_backend: str = "auto"
-    num_threads: int | None = None  # of torch on CPU; None: every core this process may use
+    attention_backend: str = _option("auto", "attention implementation")
+    num_threads: int | None = _option(None, "torch threads on a CPU; none: every core this process may use")
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_running_requests", "max_prefill_tokens", "kv_cache_bytes"):
@@ -61,13 +66,13 @@ class EngineConfig:
 class ServerConfig:
     """Settings of the HTTP server around one engine."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None  # None: the engine's model name
-    api_key: str | None = None
-    max_body_bytes: int = 16 << 20
-    max_waiting_requests: int = 4096  # beyond it requests get 503
-    shutdown_timeout_s: float = 8.0  # time running requests get to finish after SIGTERM
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = _option(8000, "port to listen on; 0: a free one")
+    served_model_name: str | None = _option(None, "model name in the API; none: the engine's model name")
+    api_key: str | None = _option(None, "key that every request must bring as a bearer token")
+    max_body_bytes: int = _option(16 << 20, "largest request body")
+    max_waiting_requests: int = _option(4096, "requests waiting beyond it get a 503")
+    shutdown_timeout_s: float = _option(8.0, "seconds that running requests get to finish after SIGTERM")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

@@ -150,11 +150,14 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only with equal salts
     priority: int = 0  # smaller runs first under `--schedule priority`
     seed: int = 0  # params.seed, or one drawn at random for this request
+    arrival: int = 0  # order of Scheduler.add
+    max_num_tokens: int = 0  # prompt and output together never exceed it; set by Scheduler.add
 
     output_ids: list[int] = field(default_factory=list)
     page_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache when first admitted
+    was_admitted: bool = False  # has run before; WAITING then means preempted
     num_pending_tokens: int = 0  # sampled by launched steps, value not read yet
     num_inflight_steps: int = 0  # launched steps that contain this request and were not read yet
     slot: int | None = None  # row of the RequestTable while running
@@ -207,24 +210,62 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + self.completion_tokens
 
 
-class RequestOutput(msgspec.Struct, kw_only=True):
+@dataclass(slots=True)
+class GeneratedTokens:
+    """All that one request has generated, in append-only lists. Its RequestOutputs are views of beginnings of these."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None  # one per token id; None: not asked for
+    text_pieces: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
     """What a caller sees of a request so far, in text and tokens. `text_delta` is what the latest step added.
 
     `token_ids` holds every generated token, an end token included; `text` never shows a stop string (unless asked
-    for) and skips special tokens (unless told not to).
+    for) and skips special tokens (unless told not to). An output stays as it was when later ones follow. The whole
+    `text`, `token_ids` and `logprobs` are made when asked for (O(length)); a stream that only reads `text_delta`,
+    `new_token_ids` and `new_logprobs` costs the same for every token.
     """
 
     request_id: str
-    text: str
-    text_delta: str
-    token_ids: list[int]
     usage: Usage
-    logprobs: list[TokenLogprobs] | None = None
+    text_delta: str = ""
     num_new_tokens: int = 0  # how many of token_ids (and logprobs) the latest step added
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended the request
+    stop_reason: str | int | None = None  # the stop string or the one of `stop_token_ids` that ended the request
     error: str | None = None
+    generated: GeneratedTokens = field(default_factory=GeneratedTokens, repr=False, compare=False)
+    num_text_pieces: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.generated.text_pieces[: self.num_text_pieces])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.generated.token_ids[: self.usage.completion_tokens]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """One per token id; None if the sampling parameters did not ask for them."""
+        logprobs = self.generated.logprobs
+        return None if logprobs is None else logprobs[: self.usage.completion_tokens]
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        return self.generated.token_ids[self._first_new : self.usage.completion_tokens]
+
+    @property
+    def new_logprobs(self) -> list[TokenLogprobs] | None:
+        logprobs = self.generated.logprobs
+        return None if logprobs is None else logprobs[self._first_new : self.usage.completion_tokens]
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def _first_new(self) -> int:
+        return self.usage.completion_tokens - self.num_new_tokens

@@ -43,3 +43,7 @@ class WeightSlot:
 
     shape: tuple[int, ...]  # expected of the tensor in the checkpoint
     load: Callable[[CheckpointTensor], None]
+
+
+class WeightsError(ValueError):
+    """A checkpoint whose tensors do not fit the model or cannot be read; the message lists them."""

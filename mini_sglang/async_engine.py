@@ -1,0 +1,374 @@
+"""AsyncEngine: an engine in a process of its own, behind asyncio. Each request is one async iterator of outputs.
+
+It starts and ends the engine process, carries messages over the socket, and turns tokens into text. It knows nothing of
+HTTP, and imports no torch: the model lives on the other side of the socket.
+
+        caller ── generate() ──▶ AddRequest ─────────▶ engine process
+           ▲                                                │
+           └── one mailbox per request ◀── OutputProcessor ◀┘ Outputs, one message per step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.messages import (
+    AbortRequest,
+    AddRequest,
+    CacheFlushed,
+    EngineInfo,
+    Fatal,
+    FlushCache,
+    FromEngine,
+    GetStats,
+    Outputs,
+    Ping,
+    Pong,
+    Ready,
+    RequestRejected,
+    Shutdown,
+    Stats,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from mini_sglang.output_processor import OutputProcessor
+from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenOutput
+from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.weights.hub import resolve_model
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", Pong, Stats, CacheFlushed)
+
+CALL_TIMEOUT_S = 5.0  # an engine that does not answer a ping for so long counts as stuck
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended; no request can be served any more."""
+
+
+class Mailbox:
+    """Hands a request's outputs to its consumer. Holds at most one: what a slow consumer misses is merged."""
+
+    def __init__(self) -> None:
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output; the consumer gets it together with those that it has not fetched yet."""
+        self._output = output if self._output is None else merge_outputs(self._output, output)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let the consumer's next `get` raise `error`, once it has had what arrived before."""
+        self._error = error
+        self._arrived.set()
+
+    async def get(self) -> RequestOutput:
+        """Everything new since the last call; waits for it."""
+        await self._arrived.wait()
+        output, self._output = self._output, None
+        if output is None:
+            raise self._error or RuntimeError("a mailbox was woken without anything in it")
+        if self._error is None:
+            self._arrived.clear()
+        return output
+
+
+def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """One output that says what two consecutive outputs of a request say."""
+    return dataclasses.replace(
+        later,
+        text_delta=earlier.text_delta + later.text_delta,
+        num_new_tokens=earlier.num_new_tokens + later.num_new_tokens,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Stream:
+    """One request under way: where its tokens become text, and where its consumer waits."""
+
+    request_id: str
+    processor: OutputProcessor
+    mailbox: Mailbox
+
+
+class AsyncEngine:
+    """The engine, as the API process sees it. Make one with `await AsyncEngine.start(config)`.
+
+    All methods belong to the event loop that called `start`. Raises EngineDeadError, from any method and any running
+    `generate`, once the engine process has ended.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        context: zmq.asyncio.Context,
+        socket: zmq.asyncio.Socket,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self._process = process
+        self._context = context
+        self._socket = socket
+        self._streams: dict[str, _Stream] = {}  # by the id used on the wire, which is never used twice
+        self._calls: dict[int, asyncio.Future[Pong | Stats | CacheFlushed]] = {}
+        self._counter = itertools.count()
+        self._error: EngineDeadError | None = None
+        self._closing = False
+        self._dead = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch_process())]
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> AsyncEngine:
+        """Start an engine process and wait until its model is loaded.
+
+        Raises ValueError or FileNotFoundError if the model name leads nowhere, RuntimeError with the engine's own
+        message if it cannot start.
+        """
+        tokenizer = await asyncio.to_thread(_find_tokenizer, config)
+        directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.PAIR)
+        process: asyncio.subprocess.Process | None = None
+        try:
+            address = f"ipc://{directory}/engine"
+            socket.bind(address)
+            process = await _spawn(address, config)
+            info = await _wait_until_ready(process, socket)
+        except BaseException:
+            context.destroy(linger=0)
+            if process is not None:
+                await _kill(process)
+            raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)  # both ends are connected: the name has done its work
+        return cls(process, context, socket, info, tokenizer)
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request; yields what is new whenever there is something, the last time with a finish reason.
+
+        Leaving the iterator early, or cancelling its consumer, aborts the request. Raises ValueError if the engine
+        refuses the request.
+        """
+        self._check_alive()
+        processor = OutputProcessor(self.tokenizer, request_id, len(prompt_ids), params)
+        stream = _Stream(request_id, processor, Mailbox())
+        wire_id = f"{request_id}#{next(self._counter)}"
+        self._streams[wire_id] = stream
+        try:
+            self._send(AddRequest(wire_id, prompt_ids, params, cache_salt, priority))
+            while True:
+                output = await stream.mailbox.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if self._streams.pop(wire_id, None) is not None:  # nobody waits for the rest
+                self._send(AbortRequest(wire_id))
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests under way, oldest first."""
+        return [stream.request_id for stream in self._streams.values()]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._streams)
+
+    def abort(self, request_id: str) -> bool:
+        """End the requests with this id; their consumers get a last output with reason ABORT. False: there is none."""
+        found = [wire_id for wire_id, stream in self._streams.items() if stream.request_id == request_id]
+        for wire_id in found:
+            self._send(AbortRequest(wire_id))
+            self._deliver(TokenOutput(request_id=wire_id, token_ids=[], finish_reason=FinishReason.ABORT))
+        return bool(found)
+
+    async def ping(self, timeout: float = CALL_TIMEOUT_S) -> None:
+        """Make one round trip through the engine loop. Raises TimeoutError after `timeout` seconds."""
+        await self._call(Ping, Pong, timeout)
+
+    async def stats(self, timeout: float = CALL_TIMEOUT_S) -> SchedulerStats:
+        """The engine's counters at this moment. Raises TimeoutError."""
+        return (await self._call(GetStats, Stats, timeout)).stats
+
+    async def flush_cache(self, timeout: float = CALL_TIMEOUT_S) -> int:
+        """Drop the cached pages that no request uses; returns how many. Raises TimeoutError."""
+        return (await self._call(FlushCache, CacheFlushed, timeout)).num_pages
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine process has ended without being asked to; returns why."""
+        await self._dead.wait()
+        assert self._error is not None
+        return self._error
+
+    async def close(self, timeout: float = 1.0) -> None:
+        """End the engine process, by force after `timeout` seconds. Requests under way get EngineDeadError."""
+        self._closing = True
+        if self._process.returncode is None:
+            self._send(Shutdown())
+        self._die(EngineDeadError("the engine was closed"))
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout)
+        except TimeoutError:
+            await _kill(self._process)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        self._closing = True
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _receive(self) -> None:
+        while True:
+            self._handle(decode_from_engine(await self._socket.recv()))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case RequestRejected(wire_id, error):
+                if (stream := self._streams.pop(wire_id, None)) is not None:
+                    stream.mailbox.fail(ValueError(error))
+            case Pong(call_id) | Stats(call_id) | CacheFlushed(call_id):
+                call = self._calls.get(call_id)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case Fatal(error):
+                self._die(EngineDeadError(f"the engine stopped: {error}"))
+
+    def _deliver(self, tokens: TokenOutput) -> None:
+        """Turn a step's tokens into text and wake the consumer. Tokens of a request that has ended are dropped."""
+        wire_id = tokens.request_id
+        stream = self._streams.get(wire_id)
+        if stream is None:
+            return
+        try:
+            output = stream.processor.push(tokens)
+        except Exception as error:  # a fault in one request's text must not end the others
+            logger.exception("request %s failed", wire_id)
+            del self._streams[wire_id]
+            self._send(AbortRequest(wire_id))
+            stream.mailbox.fail(RuntimeError(f"{type(error).__name__}: {error}"))
+            return
+        if output.finished:
+            del self._streams[wire_id]
+            if tokens.finish_reason is None:  # a stop string matched, which only this side can see
+                self._send(AbortRequest(wire_id, FinishReason.STOP))
+        stream.mailbox.put(output)
+
+    async def _watch_process(self) -> None:
+        status = await self._process.wait()
+        if not self._closing:
+            await asyncio.sleep(0.05)  # its last message, which says why, may still be on its way
+        self._die(EngineDeadError(f"the engine process ended with status {status}"))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        for stream in self._streams.values():
+            stream.mailbox.fail(error)
+        self._streams.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        if not self._closing:
+            logger.error("%s", error)
+            self._dead.set()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _call(self, question: type[Ping | GetStats | FlushCache], answer: type[Answer], timeout: float) -> Answer:
+        self._check_alive()
+        call_id = next(self._counter)
+        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(call_id))
+            result = await asyncio.wait_for(call, timeout)
+        except TimeoutError:
+            raise TimeoutError(f"the engine did not answer within {timeout:g} s") from None
+        finally:
+            del self._calls[call_id]
+        assert isinstance(result, answer)
+        return result
+
+    def _send(self, message: ToEngine) -> None:
+        """Queue a message, in order. Never blocks: admission bounds how many there can be."""
+        if self._error is None:
+            self._socket.send(encode(message))
+
+
+def _find_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Find the model, fetching it if need be, and load its tokenizer. Blocks."""
+    return load_tokenizer(resolve_model(config.model, source=config.model_source, revision=config.revision))
+
+
+async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:
+    """Start the engine process and hand it its configuration."""
+    command = (sys.executable, "-m", "mini_sglang.engine_process", address, str(os.getpid()))
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(config))
+    process.stdin.close()
+    return process
+
+
+async def _wait_until_ready(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> EngineInfo:
+    """The engine's first message, or RuntimeError if the process ends instead."""
+    first = asyncio.ensure_future(socket.recv())
+    ended = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            await asyncio.wait((first,), timeout=0.2)  # a message sent just before the end
+        if not first.done():
+            raise RuntimeError(f"the engine process ended with status {process.returncode} while starting; see its log")
+        message = decode_from_engine(first.result())
+    finally:
+        first.cancel()
+        ended.cancel()
+    if isinstance(message, Fatal):
+        raise RuntimeError(f"the engine could not start: {message.error}")
+    assert isinstance(message, Ready)
+    return message.info
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()

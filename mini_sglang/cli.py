@@ -1,0 +1,232 @@
+"""The command line: `mini-sglang serve | chat | generate | verify | pull`.
+
+Options of the engine and the server are made from the fields of their dataclasses, so names, defaults and help live in
+one place. What a command does is imported when it runs: `--help` loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import mini_sglang
+from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.request import SamplingParams
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 2 for a mistake of the user's, said in one line on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--shell" in words:  # python -m mini_sglang --model PATH --shell
+        words = ["chat", *(word for word in words if word != "--shell")]
+    options = _build_parser().parse_args(words)
+    try:
+        return int(options.command(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"mini-sglang: error: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+def serve(options: argparse.Namespace) -> int:
+    engine_config, server_config = _engine_config(options), _from_options(ServerConfig, options)
+    from mini_sglang.server.run import serve as serve_engine
+
+    return serve_engine(engine_config, server_config)
+
+
+def chat(options: argparse.Namespace) -> int:
+    config, params = _engine_config(options), _sampling_params(options)
+    from mini_sglang.chat import run_shell
+    from mini_sglang.llm import LLM
+
+    with LLM(**dataclasses.asdict(config)) as llm:
+        return run_shell(llm, params, system=options.system)
+
+
+def generate(options: argparse.Namespace) -> int:
+    config, params = _engine_config(options), _sampling_params(options)
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    from mini_sglang.llm import LLM
+
+    with LLM(**dataclasses.asdict(config)) as llm:
+        for output in llm.stream(prompt, params):
+            if not options.json:
+                print(output.text_delta, end="", flush=True)
+        if options.json:
+            print(json.dumps(_as_json(prompt, output), ensure_ascii=False))
+        else:
+            print()
+    if output.error is not None:
+        raise ValueError(output.error)
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    config = _engine_config(options)
+    from mini_sglang.verify import verify_model
+
+    return 0 if verify_model(config, max_tokens=options.max_tokens) else 1
+
+
+def pull(options: argparse.Namespace) -> int:
+    config = _engine_config(options)
+    from mini_sglang.weights import hub
+
+    print(hub.pull(config.model, source=config.model_source, revision=config.revision).path)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"{self.prog}: error: {message}\n")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="mini-sglang", description="Generate text with a language model, or serve it.")
+    parser.add_argument("--version", action="version", version=f"mini-sglang {mini_sglang.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    command = _add_command(commands, serve, "serve a model over HTTP, with OpenAI's API and others")
+    _add_fields(command, EngineConfig, "engine")
+    _add_fields(command, ServerConfig, "server")
+
+    command = _add_command(commands, chat, "talk to a model in the terminal")
+    command.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    _add_sampling(command, max_tokens=None, temperature=0.7)
+    _add_fields(command, EngineConfig, "engine", leave_out={"seed"})
+
+    command = _add_command(commands, generate, "continue a prompt")
+    command.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt (default: standard input)")
+    command.add_argument("--json", action="store_true", help="print one JSON object with text, token ids and usage")
+    _add_sampling(command, max_tokens=256, temperature=1.0)
+    _add_fields(command, EngineConfig, "engine", leave_out={"seed"})
+
+    command = _add_command(commands, verify, "compare greedy output with transformers, token for token")
+    command.add_argument("--max-tokens", type=int, default=20, metavar="N", help="tokens per prompt (default: 20)")
+    _add_fields(command, EngineConfig, "engine", leave_out={"dtype", "weights", "device", "load_format"})
+
+    command = _add_command(commands, pull, "fetch a model ahead of time and print where it lies")
+    _add_fields(command, EngineConfig, "model", only={"model", "model_source", "revision"})
+    return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[_Parser], run: Callable[[argparse.Namespace], int], help: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(run.__name__, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_fields(
+    parser: argparse.ArgumentParser,
+    config_class: type[EngineConfig] | type[ServerConfig],
+    title: str,
+    *,
+    only: set[str] | None = None,
+    leave_out: set[str] | None = None,
+) -> None:
+    """One option for each field of the dataclass; only those given end up in the namespace."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if field.name in (leave_out or ()) or (only is not None and field.name not in only):
+            continue
+        help = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
+        if field.name == "model":
+            group.add_argument("model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=help)
+            help = "the same as MODEL"
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=argparse.SUPPRESS,
+            help=help.replace("%", "%%"),
+            **_value_arguments(hints[field.name]),
+        )
+
+
+def _value_arguments(hint: Any) -> dict[str, Any]:
+    """What argparse needs to know to read a value of this type: a Literal, bool, int, float or str, or such or None."""
+    if isinstance(hint, types.UnionType):
+        [hint] = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None, temperature: float) -> None:
+    group = parser.add_argument_group("sampling")
+
+    def add(name: str, kind: type, default: object, help: str) -> None:
+        shown = "" if default is None else f" (default: {default})"
+        metavar = "N" if kind is int else "X"
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=help + shown)
+
+    none = SamplingParams()
+    add("max-tokens", int, max_tokens, "most tokens to generate")
+    add("temperature", float, temperature, "0 is greedy")
+    add("top-k", int, none.top_k, "choose among the k likeliest tokens; 0: all")
+    add("top-p", float, none.top_p, "choose among the likeliest tokens that together have this probability")
+    add("min-p", float, none.min_p, "choose among tokens at least this likely, relative to the likeliest")
+    add("repetition-penalty", float, none.repetition_penalty, "above 1: discourage tokens that were used")
+    add("presence-penalty", float, none.presence_penalty, "subtracted from tokens that were generated")
+    add("frequency-penalty", float, none.frequency_penalty, "subtracted as often as tokens were generated")
+    add("seed", int, None, "same seed, same text")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def _from_options(config_class: type[Any], options: argparse.Namespace) -> Any:
+    """The dataclass, from what was given: fields that are absent from the options, or None, keep their default."""
+    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(config_class)}
+    return config_class(**{name: value for name, value in given.items() if value is not None})
+
+
+def _engine_config(options: argparse.Namespace) -> EngineConfig:
+    if hasattr(options, "model_argument"):
+        if hasattr(options, "model"):
+            raise ValueError(f"model was given twice: {options.model_argument} and --model {options.model}")
+        options.model = options.model_argument
+    config: EngineConfig = _from_options(EngineConfig, options)
+    return config
+
+
+def _sampling_params(options: argparse.Namespace) -> SamplingParams:
+    params = SamplingParams(
+        **{name: getattr(options, name) for name in SamplingParams.__struct_fields__ if hasattr(options, name)}
+    )
+    params.validate()
+    return params
+
+
+def _as_json(prompt: str, output: mini_sglang.RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "usage": {
+            "prompt_tokens": output.usage.prompt_tokens,
+            "completion_tokens": output.usage.completion_tokens,
+            "cached_tokens": output.usage.cached_tokens,
+        },
+    }

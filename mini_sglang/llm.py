@@ -1,0 +1,302 @@
+"""`LLM`: the engine in this process, for scripts and notebooks. Text in, text out, no sockets.
+
+Checks and tokenises prompts, steps the engine, and folds its tokens into text. It knows neither the scheduler nor any
+tensor. An `LLM` belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mini_sglang.config import DEFAULT_MODEL, EngineConfig
+from mini_sglang.engine import Engine
+from mini_sglang.output_processor import OutputProcessor
+from mini_sglang.request import FinishReason, RequestOutput, SamplingParams
+from mini_sglang.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.weights.hub import resolve_model
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Conversation = Sequence[Message]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the engine, with the outputs that its caller has not taken yet."""
+
+    processor: OutputProcessor
+    outputs: deque[RequestOutput] = field(default_factory=deque)
+
+    @property
+    def request_id(self) -> str:
+        return self.processor.request_id
+
+
+class LLM:
+    """A model to generate with. `fields` are those of `EngineConfig`; a wrong one is a TypeError or ValueError.
+
+        with LLM("smollm2-135m", dtype="float32") as llm:
+            [output] = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=20))
+            print(output.text, output.usage)
+
+    Ctrl-C during a call aborts that call's requests and leaves the model usable.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
+        config = EngineConfig(model=model, **fields)
+        source = resolve_model(
+            config.model,
+            source=config.model_source,
+            revision=config.revision,
+            weights_needed=config.load_format != "dummy",
+        )
+        self.tokenizer: Tokenizer = load_tokenizer(source)
+        self.engine = Engine(config)
+        self._running: dict[str, _Running] = {}
+        self._next_id = itertools.count()
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs come in the order of the prompts.
+
+        A prompt is a string or a list of token ids, `prompts` one of them or a list of them. `sampling_params` is for
+        all, or a list with one for each.
+
+        Raises ValueError, naming the prompt or the field, before any request runs.
+        """
+        prompt_list = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(prompt_list))
+        names = ["prompt"] if len(prompt_list) == 1 else [f"prompts[{index}]" for index in range(len(prompt_list))]
+        ids = [self._encode(prompt, name) for prompt, name in zip(prompt_list, names, strict=True)]
+        return self._run_all(ids, params, names, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, rendered with the model's chat template.
+
+        Messages are `{"role": ..., "content": ...}`; `template_arguments` go to the template (such as
+        `enable_thinking`). Raises as `generate` does.
+        """
+        conversations = _as_conversations(messages)
+        params = _as_params(sampling_params, len(conversations))
+        ids = [self._render(conversation, template_arguments) for conversation in conversations]
+        names = ["messages"] if len(ids) == 1 else [f"messages[{index}]" for index in range(len(ids))]
+        return self._run_all(ids, params, names, progress)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Continue one prompt and yield an output whenever there is more of it; the last one is `finished`.
+
+        Raises as `generate` does, when the first output is asked for. Closing the generator aborts the request.
+        """
+        ids = self._encode(prompt, "prompt")
+        [request] = self._add_all([ids], [sampling_params or SamplingParams()], ["prompt"])
+        try:
+            while True:
+                while not request.outputs:
+                    self._step()
+                output = request.outputs.popleft()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._abort([request])
+
+    def stream_chat(
+        self, messages: Conversation, sampling_params: SamplingParams | None = None, **template_arguments: Any
+    ) -> Generator[RequestOutput, None, None]:
+        """`stream` for one conversation."""
+        return self.stream(self._render(messages, template_arguments), sampling_params)
+
+    def close(self) -> None:
+        """Free the model. Twice is fine; afterwards nothing else is."""
+        if not self._closed:
+            self._closed = True
+            self._abort(list(self._running.values()))
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _render(self, messages: Conversation, template_arguments: Mapping[str, Any]) -> list[int]:
+        for index, message in enumerate(messages):
+            if message.get("role") not in ROLES:  # most templates would write any role into the prompt
+                role = message.get("role")
+                raise ValueError(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r}")
+        return self.tokenizer.apply_chat_template(messages, **template_arguments)
+
+    def _encode(self, prompt: Prompt, name: str) -> list[int]:
+        if not isinstance(prompt, str):
+            return _checked_ids(prompt, name)
+        try:
+            return self.tokenizer.encode(prompt)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def _run_all(
+        self, prompt_ids: list[list[int]], params: list[SamplingParams], names: list[str], progress: bool
+    ) -> list[RequestOutput]:
+        requests = self._add_all(prompt_ids, params, names)
+        finished: dict[str, RequestOutput] = {}
+        try:
+            with _progress(len(requests), enabled=progress) as report:
+                while len(finished) < len(requests):
+                    self._step()
+                    num_tokens = 0
+                    for request in requests:
+                        while request.outputs:
+                            output = request.outputs.popleft()
+                            num_tokens += output.num_new_tokens
+                            if output.finished:
+                                finished[output.request_id] = output
+                    report(len(finished), num_tokens)
+        finally:
+            self._abort(requests)
+        return [finished[request.request_id] for request in requests]
+
+    def _add_all(self, prompt_ids: list[list[int]], params: list[SamplingParams], names: list[str]) -> list[_Running]:
+        """Queue all of the requests or, if one is refused, none."""
+        if self._closed:
+            raise ValueError("this LLM was closed")
+        for ids, name in zip(prompt_ids, names, strict=True):
+            if not ids:
+                raise ValueError(f"{name} must hold at least one token, got none")
+        requests: list[_Running] = []
+        with _interrupt_deferred():
+            for ids, request_params, name in zip(prompt_ids, params, names, strict=True):
+                request_id = f"llm-{next(self._next_id)}"
+                try:
+                    self.engine.add_request(request_id, ids, request_params)
+                except ValueError as error:
+                    self._abort(requests)
+                    raise error if len(names) == 1 else ValueError(f"{name}: {error}") from error
+                request = _Running(OutputProcessor(self.tokenizer, request_id, len(ids), request_params))
+                self._running[request_id] = request
+                requests.append(request)
+        return requests
+
+    def _step(self) -> None:
+        """One engine step; its outputs go to the requests they belong to."""
+        with _interrupt_deferred():
+            for token_output in self.engine.step():
+                request = self._running.get(token_output.request_id)
+                if request is None:  # ended by a stop string or aborted, while a step was under way
+                    continue
+                output = request.processor.push(token_output)
+                request.outputs.append(output)
+                if output.finished:
+                    del self._running[token_output.request_id]
+                    if token_output.finish_reason is None:
+                        self.engine.abort(token_output.request_id, FinishReason.STOP)
+
+    def _abort(self, requests: Iterable[_Running]) -> None:
+        """End those of the requests that have not ended."""
+        for request in requests:
+            if self._running.pop(request.request_id, None) is not None:
+                self.engine.abort(request.request_id)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not prompts:
+        raise ValueError("prompts must not be empty")
+    if isinstance(prompts[0], Sequence):
+        return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]
+
+
+def _checked_ids(prompt: object, name: str) -> list[int]:
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
+    for token_id in prompt:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ValueError(f"{name} must be a string or a list of token ids, got {token_id!r} in it")
+    return list(prompt)
+
+
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    if not messages:
+        raise ValueError("messages must not be empty")
+    if isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    for index, conversation in enumerate(messages):
+        if not conversation:
+            raise ValueError(f"messages[{index}] must not be empty")
+    return list(messages)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"sampling_params must be one for all or one for each of {count} prompts, got {len(params)}")
+    return list(params)
+
+
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Hold a Ctrl-C back until the block is left, since an interrupted step would leave the engine half changed."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # no Python handler that could raise runs here
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[0])
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; call what it yields with (requests finished, tokens that came new)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    start = time.perf_counter()
+    num_tokens = 0
+    with Progress(*columns, console=Console(stderr=True), disable=not enabled) as bar:
+        task = bar.add_task("Generating", total=total)
+
+        def report(num_finished: int, num_new_tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += num_new_tokens
+            rate = num_tokens / (time.perf_counter() - start)
+            bar.update(task, completed=num_finished, description=f"Generating, {rate:.0f} tok/s")
+
+        yield report

@@ -1,0 +1,310 @@
+"""Who holds which page of the KV pool. The only code that moves pages between requests, the prefix cache and free.
+
+It knows requests, pages and the tree; it does not decide who runs, and never sees the memory behind a page id. Steps
+run in the order in which they were scheduled, and a step copies pages before it computes: the reasoning rests on that.
+
+One request with 11 computed tokens, page_size 4:
+
+    tokens      0 1 2 3 │ 4 5 6 7 │ 8 9 10
+    page_ids        5   │    2    │   7          each page counts one holder for this request ...
+    tree        ────────┴─────────┤   ·          ... and one for the tree, if it is published there
+                     locked path  │  tail        (full pages as they fill; the rest of a page at the end of the prompt
+                                  │               and when the request leaves)
+
+    free ──reserve──▶ held by a request ──commit──▶ held and cached ──release──▶ cached ──evict──▶ free
+                              ▲                            ▲                       │
+                              └────── copy of a part ──────┴────────admit──────────┘
+
+Invariant, walked by `check()`: every page's count is the number of its holders (requests, tree, and the pages that wait
+for a step to be read), and `free + cached but held by no request + held by requests = num_pages`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from mini_sglang.request import Request
+from mini_sglang.scheduling.batch import NewPages
+from mini_sglang.scheduling.page_allocator import PageAllocator
+from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache
+
+
+@dataclass(slots=True, eq=False)
+class _Holding:
+    """What the manager knows of one request beyond its page ids."""
+
+    salt: bytes
+    tokens: array[int]  # every known token, prompt first
+    node: Node | None = None  # deepest node whose pages the request holds, locked; None: holds nothing
+    num_pages: int = 0  # pages from the root to the end of `node`; the same pages as in the page table
+    tail: Node | None = None  # the request's own page in the tree with fewer tokens than a page, locked
+    spoiled: bool = False  # a step that should have filled its pages failed
+    last_match: tuple[int, int] = (-1, 0)  # (version of the tree, tokens matched), to look up once per change
+    new_pages: list[tuple[int, list[int]]] = field(default_factory=list)  # (first index, ids) the executor has not seen
+
+
+class KVCacheManager:
+    """Pages for requests, with reuse of cached prefixes (`cache="radix"`) or without (`"naive"`)."""
+
+    def __init__(self, num_pages: int, page_size: int, *, reuse: bool = True) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.reuse = reuse
+        self._allocator = PageAllocator(num_pages)
+        self._tree = RadixCache(page_size)
+        self._holdings: dict[Request, _Holding] = {}
+        self._changed: dict[Request, None] = {}  # requests with new_pages, in order
+        self._copies: list[tuple[int, int]] = []
+        self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that are cached and held by no request: `evict` can free all of them."""
+        return self._tree.num_pages - self._tree.num_locked_pages
+
+    @property
+    def num_available_pages(self) -> int:
+        return self._allocator.num_free + self.num_cached_pages
+
+    @property
+    def num_returning_pages(self) -> int:
+        """Pages that become free when steps now on their way were read."""
+        return len(self._replaced)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def tokens(self, request: Request) -> array[int]:
+        """The known tokens of a request, prompt first. Not to be changed by the caller."""
+        return self._holding(request).tokens
+
+    def _holding(self, request: Request) -> _Holding:
+        holding = self._holdings.get(request)
+        if holding is None:
+            salt = request.cache_salt.encode("utf-8", "surrogatepass")
+            holding = self._holdings[request] = _Holding(salt, array("i", request.prompt_ids))
+            holding.tokens.extend(request.output_ids)
+        return holding
+
+    # -- getting pages ------------------------------------------------------------------------------------------------
+
+    def match(self, request: Request) -> Match:
+        """The longest cached beginning of the request's tokens that leaves one to compute. Changes nothing."""
+        holding = self._holding(request)
+        if not self.reuse:
+            return Match()
+        return self._tree.match(holding.salt, holding.tokens, len(holding.tokens) - 1)
+
+    def cached_tokens(self, request: Request) -> int:
+        """`match(request).num_tokens`, remembered as long as the tree does not change."""
+        holding = self._holding(request)
+        if holding.last_match[0] != self._tree.version:
+            holding.last_match = (self._tree.version, self.match(request).num_tokens)
+        return holding.last_match[1]
+
+    def admit(self, request: Request, match: Match, num_tokens: int) -> bool:
+        """Give a request without pages those of its fresh `match`, and own ones up to `num_tokens` tokens.
+
+        False, and nothing changed, if too few pages are free or evictable. On success `num_computed_tokens` is the
+        match's. A page that matched in part is copied to the first own page. Its source may be evicted for this very
+        request: the copy happens before anything is written, whatever the source page is used for next.
+        """
+        if not self.reuse:
+            return self.reserve(request, num_tokens)
+        holding = self._holding(request)
+        node = self._tree.lock(holding.salt, match)
+        shared = match.page_ids
+        needed = self.pages_for(num_tokens) - len(shared)
+        if needed > self.num_available_pages:
+            self._tree.unlock(node)
+            return False
+        holding.node, holding.num_pages = node, len(shared)
+        self._allocator.retain(shared)
+        own = self._take(needed)
+        if match.partial_page is not None and match.partial_page != own[0]:
+            self._copies.append((match.partial_page, own[0]))
+        request.page_ids = shared + own
+        request.num_computed_tokens = match.num_tokens
+        self._announce(request, holding, 0, request.page_ids.copy())
+        return True
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had."""
+        needed = self.pages_for(num_tokens) - len(request.page_ids)
+        if needed <= 0:
+            return True
+        if needed > self.num_available_pages:
+            return False
+        first, pages = len(request.page_ids), self._take(needed)
+        request.page_ids += pages
+        self._announce(request, self._holding(request), first, pages)
+        return True
+
+    def _take(self, count: int) -> list[int]:
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            self.evict(missing)
+        return self._allocator.allocate(count)
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` cached pages that no request holds, least recently used first; returns how many."""
+        pages = self._tree.evict(count)
+        self._allocator.release(pages)
+        return len(pages)
+
+    def _announce(self, request: Request, holding: _Holding, first: int, pages: list[int]) -> None:
+        holding.new_pages.append((first, pages))
+        self._changed[request] = None
+
+    def take_changes(self) -> tuple[list[NewPages], list[tuple[int, int]]]:
+        """What the next step has to tell the executor: new entries of page tables, and (source, destination) copies."""
+        new_pages = []
+        for request in self._changed:
+            slot, holding = request.slot, self._holdings[request]
+            if slot is None:
+                raise RuntimeError(f"request {request.request_id} has pages but no slot")
+            new_pages += [NewPages(slot, first, pages) for first, pages in holding.new_pages]
+            holding.new_pages.clear()
+        self._changed.clear()
+        copies, self._copies = self._copies, []
+        return new_pages, copies
+
+    # -- sharing pages ------------------------------------------------------------------------------------------------
+
+    def append_token(self, request: Request, token_id: int, step: int) -> None:
+        """Note that the next token's value is known, and publish the page that it completes, if it does."""
+        holding = self._holdings[request]
+        holding.tokens.append(token_id)
+        if min(len(holding.tokens), request.num_computed_tokens) >= (holding.num_pages + 1) * self.page_size:
+            self.commit(request, step)
+
+    def commit(self, request: Request, step: int, *, tail: bool = False) -> None:
+        """Publish the pages whose tokens are known and computed by launched steps; `step` is the last launched one.
+
+        With `tail`, the started last page too. Where the cache has an equal page already, the request changes over to
+        that one; its own stays held until `step` was read, since steps on their way use it.
+        """
+        holding = self._holdings[request]
+        for index, page in self._publish(request, holding, tail):
+            self._replaced.append((step, page))
+            self._announce(request, holding, index, [request.page_ids[index]])
+
+    def _publish(self, request: Request, holding: _Holding, tail: bool) -> list[tuple[int, int]]:
+        """Put computed pages into the tree; returns (index in the page table, own page) of those that were replaced."""
+        size, start, node = self.page_size, holding.num_pages, holding.node
+        if node is None:
+            return []
+        computed = min(len(holding.tokens), request.num_computed_tokens)
+        full = computed // size
+        if holding.tail is not None and (full > start or tail):
+            self._allocator.release(self._tree.remove_tail(holding.tail))
+            holding.tail = None
+        own = request.page_ids[start:full]
+        if own:
+            tokens = holding.tokens[start * size : full * size]
+            self._drop_covered_tails(node, tokens[:size])
+            node, published = self._tree.extend(node, tokens, own)
+            self._allocator.retain(published)  # an own page for the tree, one that was there before for the request
+            request.page_ids[start:full] = published
+            holding.node, holding.num_pages = node, full
+        if tail and computed > full * size:
+            tokens = holding.tokens[full * size : computed]
+            self._drop_covered_tails(node, tokens)
+            holding.tail = self._tree.add_tail(node, tokens, request.page_ids[full])
+            if holding.tail is not None:
+                self._allocator.retain(holding.tail.page_ids)
+        return [(index, page) for index, page in enumerate(own, start) if page != request.page_ids[index]]
+
+    def _drop_covered_tails(self, node: Node, tokens: array[int]) -> None:
+        if self.page_size > 1:
+            self._allocator.release(self._tree.drop_covered_tails(node, tokens.tobytes()))
+
+    # -- giving pages back --------------------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Take all pages back, leaving what they hold in the cache. No launched step may contain the request."""
+        holding = self._holdings[request]
+        if not self.is_spoiled(request):
+            replaced = self._publish(request, holding, tail=True)
+            self._allocator.release(page for _, page in replaced)
+        self._changed.pop(request, None)
+        holding.new_pages.clear()
+        if holding.tail is not None:
+            self._tree.release_tail(holding.tail)
+        if holding.node is not None:
+            self._tree.unlock(holding.node)
+        self._allocator.release(reversed(request.page_ids))
+        request.page_ids = []
+        request.num_computed_tokens = 0
+        holding.node, holding.num_pages, holding.tail, holding.spoiled = None, 0, None, False
+
+    def forget(self, request: Request) -> None:
+        """Drop what is known of a request that holds no pages and has ended."""
+        self._holdings.pop(request, None)
+
+    def steps_read(self, step: int) -> None:
+        """The steps up to `step` have been read: pages that were replaced and kept for their sake become free."""
+        while self._replaced and self._replaced[0][0] <= step:
+            self._allocator.release([self._replaced.popleft()[1]])
+
+    def spoil(self, request: Request, num_tokens: int) -> None:
+        """Only the first `num_tokens` computed tokens of the request can be trusted: unpublish its pages beyond."""
+        holding = self._holdings[request]
+        holding.spoiled = True
+        keep = num_tokens // self.page_size
+        if holding.node is None or holding.node.dead:
+            return
+        if holding.tail is not None:
+            self._allocator.release(self._tree.remove_tail(holding.tail))
+            holding.tail = None
+        if holding.num_pages > keep:
+            self._allocator.release(self._tree.detach(holding.node, holding.num_pages, keep))
+
+    def is_spoiled(self, request: Request) -> bool:
+        """Whether the request uses pages that some `spoil` cut out of the cache."""
+        holding = self._holdings[request]
+        return holding.spoiled or (holding.node is not None and holding.node.dead)
+
+    # -- checking -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise RuntimeError, saying what is wrong, unless the invariant above holds. O(pages)."""
+        self._tree.check()
+        held = [page for request in self._holdings for page in request.page_ids]
+        cached = [page for node in self._tree.nodes() for page in node.page_ids]
+        replaced = [page for _, page in self._replaced]
+        self._allocator.check(held + cached + replaced)
+        in_use = set(held) | set(replaced)
+        unreferenced = len(set(cached) - in_use)
+        if unreferenced != self.num_cached_pages:
+            raise RuntimeError(f"{unreferenced} cached pages have no other holder, {self.num_cached_pages} are counted")
+        if self.num_free_pages + unreferenced + len(in_use) != self.num_pages:
+            raise RuntimeError(
+                f"{self.num_free_pages} free + {unreferenced} cached + {len(in_use)} held is not {self.num_pages} pages"
+            )
+        for request, holding in self._holdings.items():
+            self._check_path(request, holding)
+
+    def _check_path(self, request: Request, holding: _Holding) -> None:
+        """The request's published pages are those of its locked path, with the same tokens."""
+        path: list[Node] = []
+        node = holding.node
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        pages = [page for node in reversed(path) for page in node.page_ids]
+        tokens = [token for node in reversed(path) for token in node.tokens]
+        if any(node.locks < 1 for node in path):
+            raise RuntimeError(f"request {request.request_id} holds a path that is not locked")
+        if holding.spoiled or (path and path[0].dead):
+            return
+        if pages != request.page_ids[: holding.num_pages] or tokens != holding.tokens[: len(tokens)].tolist():
+            raise RuntimeError(f"request {request.request_id} does not hold the pages of its path")

@@ -1,0 +1,457 @@
+"""Who runs in the next step, and with how many tokens. Integers in, integers out.
+
+A request has `num_computed_tokens` and catches up with `num_tokens`; a prompt chunk, a decode, a resumed request are
+the same case. `schedule()` may run ahead of `update()` by any number of steps. Pages are the KVCacheManager's business;
+nothing here knows tensors, text or time.
+
+    add ─▶ waiting ──admit──▶ running ──end / abort / fail──▶ (leaving) ─▶ gone
+              ▲                  │
+              └─── (leaving) ◀───┘ preempted, keeps its output       leaving: still part of steps that were not read
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+
+import msgspec
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
+from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.kv_cache import KVCacheManager
+from mini_sglang.scheduling.policy import POLICIES
+from mini_sglang.scheduling.radix_cache import Match, common_prefix
+
+FIRST_EXPECTED_OUTPUT = 128.0  # tokens, before any request has ended
+EXPECTED_OUTPUT_WEIGHT = 1 / 16  # of the latest ended request in the running mean
+WORTH_WAITING = 16  # shared prompt tokens being computed elsewhere that a waiting request holds back for
+
+Plan = dict[Request, int]  # how many tokens of each request the step computes, in row order
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges of now (first six) and counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int  # in the prefix cache, held by no request
+    num_used_pages: int  # held by requests
+    num_prompt_tokens: int  # of admitted requests
+    num_cached_tokens: int  # of these, found in the prefix cache
+    num_generated_tokens: int
+    num_preemptions: int
+    num_finished: int
+    num_aborted: int
+    num_steps: int
+
+
+class _Counters(msgspec.Struct):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+    steps: int = 0
+
+
+class Scheduler:
+    """Continuous batching over one KV pool. `config.num_pages` and `config.context_length` must be known.
+
+    The most senior running request (lowest rank) can take the pages of all others, so it always advances: nothing
+    blocks and no two requests preempt each other for ever.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.num_pages is None or config.context_length is None:
+            raise ValueError(
+                "num_pages and context_length must be resolved before scheduling, "
+                f"got {config.num_pages} and {config.context_length}"
+            )
+        self.kv = KVCacheManager(config.num_pages, config.page_size, reuse=config.cache == "radix")
+        self._page_size = config.page_size
+        self._context_length = config.context_length
+        self._pool_tokens = config.num_pages * config.page_size
+        self._budget = config.max_prefill_tokens
+        self._policy = POLICIES[config.schedule]()
+        self._requests: dict[str, Request] = {}  # those that have not ended
+        self._waiting: list[Request] = []  # sorted by rank
+        self._running: list[Request] = []  # sorted by rank
+        self._leaving: dict[Request, None] = {}  # ended or preempted, but in launched steps
+        self._restarting: dict[Request, None] = {}  # of these: what launched steps sampled for them is void
+        self._launched: deque[tuple[ScheduledBatch, list[Request]]] = deque()
+        self._num_slots = config.max_running_requests
+        self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
+        self._expected_output = FIRST_EXPECTED_OUTPUT
+        self._num_arrivals = 0
+        self._counters = _Counters()
+
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError, naming the field, if its id is in use or its prompt can never fit."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not ended")
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise ValueError("prompt must hold at least one token, got none")
+        if length >= self._context_length:
+            raise ValueError(
+                f"prompt has {length} tokens and needs room for one more, but the context length is "
+                f"{self._context_length} tokens"
+            )
+        if length > self._pool_tokens:
+            raise ValueError(f"prompt has {length} tokens, but the KV cache holds only {self._pool_tokens} tokens")
+        # The token sampled last is never computed, so it needs no place in the pool.
+        request.max_num_tokens = min(self._context_length, self._pool_tokens + 1)
+        if request.params.max_tokens is not None:
+            request.max_num_tokens = min(request.max_num_tokens, length + request.params.max_tokens)
+        self._num_arrivals += 1
+        request.arrival = self._num_arrivals
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=self._policy.rank)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request wherever it stands, without an output; an id that is not known (any more) is ignored.
+
+        With `FinishReason.STOP` (its text ran into a stop string) it counts as finished, not as aborted.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._remove(self._running, request)
+        elif request not in self._leaving:
+            self._remove(self._waiting, request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._counters.finished += 1
+            self._expected_output += EXPECTED_OUTPUT_WEIGHT * (len(request.output_ids) - self._expected_output)
+        else:
+            self._counters.aborted += 1
+        self._leave(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Make a running request wait again, its pages given back to the cache."""
+        self._remove(self._running, request)
+        request.status = RequestStatus.WAITING
+        self._counters.preemptions += 1
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Take pages and slot back from a request that does not run any more, once no launched step contains it.
+
+        The one place where this happens; called when it stops running and whenever a step with it was read.
+        """
+        if request.num_inflight_steps:
+            self._leaving[request] = None
+            return
+        self._leaving.pop(request, None)
+        self._restarting.pop(request, None)
+        if request.slot is not None:
+            self.kv.release(request)
+            self._free_slots.append(request.slot)
+            request.slot = None
+        if request.status is RequestStatus.WAITING:
+            insort(self._waiting, request, key=self._policy.rank)
+        else:
+            self.kv.forget(request)
+
+    def _remove(self, requests: list[Request], request: Request) -> None:
+        del requests[bisect_left(requests, self._policy.rank(request), key=self._policy.rank)]
+
+    # -- before a step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step, or None if nothing can be computed before a launched step is read (or at all).
+
+        Every running request that has one token to compute gets it. Prompts share what is left of `max_prefill_tokens`
+        (at least one token, so that they advance beside any number of streams), running ones before waiting ones.
+        """
+        plan: Plan = {}
+        enough_pages, prefilling = self._plan_decodes(plan)
+        budget = max(self._budget - len(plan), 1)
+        for request in prefilling:
+            if budget == 0:
+                break
+            if request.status is RequestStatus.RUNNING:  # not preempted meanwhile
+                count = min(request.num_tokens - request.num_computed_tokens, budget)
+                if self._make_room(request, request.num_computed_tokens + count, plan):
+                    plan[request] = count
+                    budget -= count
+                else:
+                    enough_pages = False
+        new_rows: list[NewRow] = []
+        if self._waiting and self._free_slots and budget and enough_pages:
+            self._admit_waiting(plan, budget, new_rows)
+        return self._launch(plan, new_rows) if plan else None
+
+    def _plan_decodes(self, plan: Plan) -> tuple[bool, list[Request]]:
+        """Plan every running request with one token to compute; returns whether all got their page, and the others."""
+        enough_pages, prefilling, size = True, [], self._page_size
+        for request in self._running.copy():
+            if request.status is not RequestStatus.RUNNING:  # preempted by one before it
+                continue
+            num_tokens = request.num_tokens
+            if num_tokens >= request.max_num_tokens:  # its last token is on its way
+                continue
+            if num_tokens - request.num_computed_tokens > 1:
+                prefilling.append(request)
+            elif num_tokens <= len(request.page_ids) * size or self._make_room(request, num_tokens, plan):
+                plan[request] = 1
+            else:
+                enough_pages = False
+        return enough_pages, prefilling
+
+    def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
+        """Get pages up to `num_tokens`, if need be from requests with a later rank. If False, it skips this step."""
+        while not self.kv.reserve(request, num_tokens):
+            if self._leaving or self.kv.num_returning_pages or self._running[-1] is request:
+                return False  # wait for pages that are on their way back, or for the more senior to end
+            victim = self._running[-1]
+            plan.pop(victim, None)
+            self._preempt(victim)
+        return True
+
+    def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
+        """Admit waiting requests in the policy's order until a slot, pages or the budget are missing."""
+        computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
+        growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
+        for request in self._policy.order(self._waiting, self.kv.cached_tokens):
+            if budget == 0 or not self._free_slots:
+                break
+            match = self.kv.match(request)
+            if self._is_being_computed(request, match, computing):
+                continue
+            count = min(request.num_tokens - match.num_tokens, budget)
+            if not self._expected_to_fit(request, match, growth):
+                break
+            if not self.kv.admit(request, match, match.num_tokens + count):
+                break
+            self._start(request, new_rows)
+            growth += self._expected_pages(request) - len(request.page_ids)
+            plan[request] = count
+            computing.append(request)
+            budget -= count
+
+    def _computes_prompt(self, request: Request, count: int) -> bool:
+        return count > 1 or request.num_computed_tokens < len(request.prompt_ids)
+
+    def _is_being_computed(self, request: Request, match: Match, computing: list[Request]) -> bool:
+        """Whether a request of this very step is going to compute more of the same beginning than the cache has.
+
+        Then waiting saves work. It cannot last: each step in which this says yes, the other request advances.
+        """
+        mine, cached = self.kv.tokens(request), match.num_tokens
+        left = len(mine) - cached
+        if left < 2 or not self.kv.reuse:
+            return False
+        for other in computing:
+            theirs = self.kv.tokens(other)
+            if len(theirs) > cached and theirs[cached] == mine[cached] and other.cache_salt == request.cache_salt:
+                saved = min(common_prefix(mine, theirs), len(mine) - 1) - cached
+                if saved >= WORTH_WAITING or 2 * saved >= left:
+                    return True
+        return False
+
+    def _expected_pages(self, request: Request) -> int:
+        """Pages that the request will have used when it ends, by the mean length of answers so far."""
+        left = max(self._expected_output - len(request.output_ids), self._page_size)
+        return self.kv.pages_for(min(request.num_tokens + int(left), request.max_num_tokens - 1))
+
+    def _expected_to_fit(self, request: Request, match: Match, growth: int) -> bool:
+        """Optimistic: expected, not largest, output lengths of this and of all running requests (`growth` pages)."""
+        if not self._running:
+            return True  # alone it always fits
+        needed = self._expected_pages(request) - match.num_locked_pages
+        return needed + growth <= self.kv.num_available_pages
+
+    def _start(self, request: Request, new_rows: list[NewRow]) -> None:
+        """Move an admitted request from waiting to running and give it a slot."""
+        self._policy.admitted(request, self._waiting)
+        self._remove(self._waiting, request)
+        insort(self._running, request, key=self._policy.rank)
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        token_ids = request.token_ids if request.output_ids else request.prompt_ids
+        new_rows.append(NewRow(request.slot, token_ids, len(request.prompt_ids), request.params, request.seed))
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached_tokens = request.num_computed_tokens
+            self._counters.prompt_tokens += len(request.prompt_ids)
+            self._counters.cached_tokens += request.num_cached_tokens
+
+    def _launch(self, plan: Plan, new_rows: list[NewRow]) -> ScheduledBatch:
+        """Turn the plan into a batch; its tokens count as computed from here on, and full pages are published."""
+        self._counters.steps += 1
+        step = self._counters.steps
+        new_pages, copies = self.kv.take_changes()
+        rows = []
+        for request, count in plan.items():
+            start, num_tokens = request.num_computed_tokens, request.num_tokens
+            end = request.num_computed_tokens = start + count
+            samples = end == num_tokens
+            assert request.slot is not None
+            rows.append(Row(request.slot, start, count, samples))
+            request.num_inflight_steps += 1
+            if samples:
+                request.num_pending_tokens += 1
+            if start < len(request.prompt_ids) or count > 1:
+                self.kv.commit(request, step, tail=samples)
+        batch = ScheduledBatch(step, rows, new_rows, new_pages, copies)
+        self._launched.append((batch, list(plan)))
+        return batch
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> list[TokenOutput]:
+        """Take in what the oldest launched step sampled; returns one output per request that gained a token.
+
+        Raises ValueError if `batch` is not the oldest step that was launched and not read.
+        """
+        if not self._launched or self._launched[0][0] is not batch:
+            raise ValueError(f"step {batch.step} is not the oldest launched step")
+        _, requests = self._launched.popleft()
+        outputs: list[TokenOutput] = []
+        sampled = zip(result.token_ids, result.logprobs, strict=True)
+        for row, request in zip(batch.rows, requests, strict=True):
+            request.num_inflight_steps -= 1
+            if row.samples:
+                token_id, logprobs = next(sampled)
+                request.num_pending_tokens -= 1
+                if request.status is not RequestStatus.FINISHED and request not in self._restarting:
+                    outputs.append(self._take_token(request, token_id, logprobs))
+            if self._leaving and request in self._leaving:
+                self._leave(request)
+        self._note_read_steps()
+        return outputs
+
+    def _note_read_steps(self) -> None:
+        self.kv.steps_read(self._launched[0][0].step - 1 if self._launched else self._counters.steps)
+
+    def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        request.output_ids.append(token_id)
+        self.kv.append_token(request, token_id, self._counters.steps)
+        self._counters.generated_tokens += 1
+        reason, params = None, request.params
+        is_end = (token_id in request.eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+        if is_end:
+            reason = FinishReason.STOP
+        elif len(request.prompt_ids) + len(request.output_ids) >= request.max_num_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(request, reason)
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            logprobs=None if logprobs is None else [logprobs],
+            finish_reason=reason,
+            stop_token_id=token_id if is_end else None,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def fail(self, batch: ScheduledBatch, error: str) -> list[TokenOutput]:
+        """A launch or a read raised: end every request of the batch with an error; all others live on.
+
+        What the step should have written is unpublished. Other requests in steps launched later may have read it; they
+        start again from the tokens known so far.
+        """
+        index = next((i for i, (launched, _) in enumerate(self._launched) if launched is batch), None)
+        if index is None:
+            raise ValueError(f"step {batch.step} was not launched, or was read before")
+        _, requests = self._launched[index]
+        del self._launched[index]
+        later = list(self._launched)[index:]
+        for step, members in [(batch, requests), *later]:
+            for row, request in zip(step.rows, members, strict=True):
+                self.kv.spoil(request, row.start)
+        outputs = []
+        for row, request in zip(batch.rows, requests, strict=True):
+            request.num_inflight_steps -= 1
+            request.num_pending_tokens -= row.samples
+            if request.status is not RequestStatus.FINISHED:
+                outputs.append(self._end_with_error(request, error))
+            elif request in self._leaving:
+                self._leave(request)
+        for request in [*self._running, *self._leaving]:
+            if request.status is not RequestStatus.FINISHED and self.kv.is_spoiled(request):
+                self._restart(request)
+        self._note_read_steps()
+        return outputs
+
+    def _end_with_error(self, request: Request, error: str) -> TokenOutput:
+        self._end(request, FinishReason.ERROR)
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            num_cached_tokens=request.num_cached_tokens,
+            error=error,
+        )
+
+    def _restart(self, request: Request) -> None:
+        """Compute a request again from its known tokens; what launched steps sampled for it is void."""
+        if request.num_inflight_steps:
+            self._restarting[request] = None
+        if request.status is RequestStatus.RUNNING:
+            self._preempt(request)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended, or any launched step was not read."""
+        return bool(self._requests or self._launched)
+
+    def stats(self) -> SchedulerStats:
+        """Figures of this moment; O(1)."""
+        kv, counters = self.kv, self._counters
+        free, cached = kv.num_free_pages, kv.num_cached_pages
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._requests) - len(self._running),
+            num_pages=kv.num_pages,
+            num_free_pages=free,
+            num_cached_pages=cached,
+            num_used_pages=kv.num_pages - free - cached,
+            num_prompt_tokens=counters.prompt_tokens,
+            num_cached_tokens=counters.cached_tokens,
+            num_generated_tokens=counters.generated_tokens,
+            num_preemptions=counters.preemptions,
+            num_finished=counters.finished,
+            num_aborted=counters.aborted,
+            num_steps=counters.steps,
+        )
+
+    def flush_cache(self) -> int:
+        """Forget every cached page that no request holds; returns how many."""
+        return self.kv.evict(self.kv.num_cached_pages)
+
+    def check(self) -> None:
+        """Raise RuntimeError, saying what is wrong, unless every page, slot and request is accounted for."""
+        self.kv.check()
+        with_slot = [request for request in (*self._running, *self._leaving) if request.slot is not None]
+        slots = sorted([request.slot for request in with_slot if request.slot is not None] + self._free_slots)
+        if slots != list(range(self._num_slots)):
+            raise RuntimeError(f"slots are lost or given twice: {slots}")
+        live = {*self._waiting, *self._running, *self._leaving}
+        missing = [request_id for request_id, request in self._requests.items() if request not in live]
+        if missing:
+            raise RuntimeError(f"requests are nowhere: {missing}")
+        for name, requests in (("waiting", self._waiting), ("running", self._running)):
+            ranks = [self._policy.rank(request) for request in requests]
+            if ranks != sorted(set(ranks)):
+                raise RuntimeError(f"the {name} requests are not in order: {ranks}")
+        for request in with_slot:
+            launched = sum(members.count(request) for _, members in self._launched)
+            if launched != request.num_inflight_steps:
+                raise RuntimeError(
+                    f"request {request.request_id} is in {launched} launched steps, counts {request.num_inflight_steps}"
+                )

@@ -1,0 +1,188 @@
+"""An executor without a model: it obeys batches on symbolic KV and finds every page that is not what it should be.
+
+Each cell of the pool holds a fingerprint of the tokens up to and including its own, as a real one holds keys and values
+that depend on them. A row may only be computed if its page table leads to precisely its own beginning. The next token
+is a function of the fingerprint, so a request has one right output however it is chunked, cached, batched or resumed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.request import FinishReason, Request, TokenOutput
+from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.scheduler import Scheduler
+
+GARBAGE = -1  # fingerprint of a cell that a failed step should have written, and of all that was computed from it
+_MASK = (1 << 61) - 1
+
+
+def fingerprint(before: int, token_id: int) -> int:
+    """Of the tokens up to `token_id`, given that of the tokens before it (at the start: the request's seed)."""
+    return GARBAGE if GARBAGE in (before, token_id) else (before * 1_000_003 + token_id * 7919 + 12_345) & _MASK
+
+
+def next_token(value: int, vocab_size: int) -> int:
+    """The token that follows tokens of this fingerprint."""
+    return GARBAGE if value == GARBAGE else (value >> 7) % vocab_size
+
+
+def generate(prompt_ids: list[int], seed: int, count: int, vocab_size: int) -> list[int]:
+    """The `count` tokens that follow a prompt: what any correct schedule must produce."""
+    value, output = seed, []
+    for token_id in prompt_ids:
+        value = fingerprint(value, token_id)
+    for _ in range(count):
+        output.append(next_token(value, vocab_size))
+        value = fingerprint(value, output[-1])
+    return output
+
+
+class WrongPageError(Exception):
+    """A row was ordered to read or write a cell that is not its own."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    seed: int
+    tokens: list[int]
+    page_table: list[int] = field(default_factory=list)
+    fingerprints: list[int] = field(default_factory=list)
+
+
+class SimulatedExecutor:
+    """Has the pool, the request table and the sampler of a real executor, in integers.
+
+    `NewRow.seed` stands for the cache salt: requests may share pages only if their seeds are equal.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int, vocab_size: int) -> None:
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._pages = [[GARBAGE] * page_size for _ in range(num_pages)]
+        self._slots: list[_Slot | None] = [None] * num_slots
+
+    def launch(self, batch: ScheduledBatch, *, fail: bool = False) -> StepResult:
+        """Run one step. With `fail`, what it should have computed is garbage. Raises WrongPageError."""
+        for new in batch.new_rows:
+            self._take(new)
+        for pages in batch.new_pages:
+            table = self._slot(pages.slot).page_table
+            if pages.first_index > len(table):
+                raise WrongPageError(f"slot {pages.slot} has {len(table)} pages and gains one at {pages.first_index}")
+            table[pages.first_index : pages.first_index + len(pages.page_ids)] = pages.page_ids
+        self._copy(batch.page_copies)
+        for row in batch.rows:  # all rows read before any row writes, as if they ran at the same time
+            self._read(row)
+        written: dict[tuple[int, int], int] = {}
+        for row in batch.rows:
+            self._compute(row, written, fail)
+        sampled = [self._sample(row) for row in batch.rows if row.samples]
+        return StepResult(sampled, [None] * len(sampled))
+
+    def _take(self, new: NewRow) -> None:
+        self._slots[new.slot] = _Slot(new.seed, list(new.token_ids))
+
+    def _slot(self, index: int) -> _Slot:
+        slot = self._slots[index]
+        if slot is None:
+            raise WrongPageError(f"slot {index} was never given to a request")
+        return slot
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        if len({destination for _, destination in copies}) != len(copies):
+            raise WrongPageError(f"two copies have the same destination: {copies}")
+        contents = [self._pages[source].copy() for source, _ in copies]
+        for (_, destination), cells in zip(copies, contents, strict=True):
+            self._pages[destination] = cells
+
+    def _read(self, row: Row) -> None:
+        slot, size = self._slot(row.slot), self._page_size
+        end = row.start + row.count
+        if end > len(slot.tokens) or end > len(slot.page_table) * size:
+            raise WrongPageError(f"{row} goes beyond its {len(slot.tokens)} tokens or {len(slot.page_table)} pages")
+        while len(slot.fingerprints) < end:
+            before = slot.fingerprints[-1] if slot.fingerprints else slot.seed
+            slot.fingerprints.append(fingerprint(before, slot.tokens[len(slot.fingerprints)]))
+        cells = [cell for page in slot.page_table[: -(-row.start // size)] for cell in self._pages[page]]
+        if cells[: row.start] != slot.fingerprints[: row.start]:
+            wrong = next(i for i in range(row.start) if cells[i] != slot.fingerprints[i])
+            if GARBAGE not in cells[: row.start]:
+                raise WrongPageError(f"{row} finds foreign content at its token {wrong}")
+            slot.fingerprints[wrong:] = [GARBAGE] * (len(slot.fingerprints) - wrong)
+
+    def _compute(self, row: Row, written: dict[tuple[int, int], int], fail: bool) -> None:
+        slot, size = self._slot(row.slot), self._page_size
+        if fail:
+            slot.fingerprints[row.start :] = [GARBAGE] * (len(slot.fingerprints) - row.start)
+        for position in range(row.start, row.start + row.count):
+            cell = (slot.page_table[position // size], position % size)
+            if cell in written:
+                raise WrongPageError(f"slots {written[cell]} and {row.slot} write the same cell {cell}")
+            written[cell] = row.slot
+            self._pages[cell[0]][cell[1]] = slot.fingerprints[position]
+
+    def _sample(self, row: Row) -> int:
+        slot = self._slot(row.slot)
+        end = row.start + row.count
+        token_id = next_token(slot.fingerprints[end - 1], self._vocab_size)
+        slot.tokens[end:] = [token_id]
+        return token_id
+
+
+class Simulation:
+    """The engine's loop around a real Scheduler and a SimulatedExecutor."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int = 3) -> None:
+        self.scheduler = Scheduler(config)
+        self.executor = SimulatedExecutor(
+            self.scheduler.kv.num_pages, config.page_size, config.max_running_requests, vocab_size
+        )
+        self.vocab_size = vocab_size
+        self.run_ahead = config.run_ahead or 0
+        self.requests: dict[str, Request] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self._inflight: deque[tuple[ScheduledBatch, StepResult, bool]] = deque()
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its output is then to be found in `requests`."""
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+
+    def step(self, *, fail_launch: bool = False, fail_read: bool = False) -> list[TokenOutput]:
+        """Launch the next step and read the oldest one that is due; with `fail_...`, the launched one goes wrong."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            result = self.executor.launch(batch, fail=fail_launch or fail_read)
+            if fail_launch:
+                return self._note(self.scheduler.fail(batch, "the launch failed"))
+            self._inflight.append((batch, result, fail_read))
+        if not self._inflight or (batch is not None and len(self._inflight) <= self.run_ahead):
+            return []
+        oldest, result, failed = self._inflight.popleft()
+        if failed:
+            return self._note(self.scheduler.fail(oldest, "the step failed"))
+        return self._note(self.scheduler.update(oldest, result))
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Step until nothing is left to do. Raises RuntimeError if that does not happen."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise RuntimeError(f"work is left after {max_steps} steps: {self.scheduler.stats()}")
+
+    def _note(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output.finish_reason
+        return outputs
+
+    def check_outputs(self) -> None:
+        """Raise RuntimeError unless every output so far is what follows its prompt."""
+        for request in self.requests.values():
+            output = request.output_ids
+            if output != generate(request.prompt_ids, request.seed, len(output), self.vocab_size):
+                raise RuntimeError(f"request {request.request_id} has a wrong output: {output}")

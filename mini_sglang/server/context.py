@@ -1,0 +1,77 @@
+"""What the routes of one server share: the engine, the tokenizer, the settings and the metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fastapi import Request
+
+from mini_sglang.config import ServerConfig
+from mini_sglang.messages import EngineInfo
+from mini_sglang.request import RequestOutput, SamplingParams
+from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.server.errors import ApiError
+from mini_sglang.server.metrics import ServerMetrics
+from mini_sglang.tokenizer import Tokenizer
+
+
+class ServingEngine(Protocol):
+    """The part of AsyncEngine that a server needs; its docstrings say what each does."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def request_ids(self) -> list[str]: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    def abort(self, request_id: str) -> bool: ...
+
+    async def ping(self) -> None: ...
+
+    async def stats(self) -> SchedulerStats: ...
+
+    async def flush_cache(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """One server."""
+
+    engine: ServingEngine
+    tokenizer: Tokenizer
+    config: ServerConfig
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients know the model by."""
+        return self.config.served_model_name or self.engine.info.model
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 for any name but the served one; leaving it out is fine, there is only one model."""
+        if name is not None and name != self.model_name:
+            message = f"model {name!r} does not exist; this server serves {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the app that serves this request."""
+    context: ServerContext = request.app.state.context
+    return context

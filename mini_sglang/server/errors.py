@@ -1,0 +1,87 @@
+"""Every failure of a request as one JSON shape: {"error": {"message", "type", "param", "code"}}.
+
+Handlers turn the framework's own errors (no such route, wrong method) into the same shape. Knows no route and no engine
+beyond the errors that it raises.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from mini_sglang.async_engine import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+class ApiError(Exception):
+    """A request that cannot be answered. `param` names the field at fault, `code` is a word for programs."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON answer."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientDisconnected(Exception):
+    """The client went away; there is nobody to answer."""
+
+
+def invalid(error: ValueError) -> ApiError:
+    """The 400 for a ValueError whose message starts with the name of a field, as all of the engine's do."""
+    message = str(error)
+    return ApiError(400, message, param=message.split(maxsplit=1)[0] if message else None, code="invalid_value")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to any exception that a request can meet. What is not foreseen is logged and a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"internal error: {type(error).__name__}")
+
+
+def error_response(error: ApiError) -> Response:
+    """The HTTP answer to an error."""
+    headers = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}, 503: {"retry-after": "1"}}
+    return Response(
+        msgspec.json.encode(error.body()),
+        status_code=error.status,
+        media_type="application/json",
+        headers=headers.get(error.status),
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception of every route in the one shape."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            problem = "has no route" if error.status_code == 404 else f"does not allow {request.method} on"
+            error = ApiError(error.status_code, f"this server {problem} {request.url.path}")
+        return error_response(as_api_error(error))
+
+    async def nobody(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # logged by the HTTP server, read by nobody
+
+    for kind in (ApiError, HTTPException, EngineDeadError, TimeoutError):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(ClientDisconnected, nobody)
+    app.add_exception_handler(Exception, answer)

@@ -1,0 +1,215 @@
+"""From a checked body to engine outputs: prompts to tokens, admission, one engine request per choice, merged.
+
+Every route that generates goes through here. Knows no HTTP and no answer format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from mini_sglang.messages import EngineInfo
+from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage
+from mini_sglang.server.context import ServerContext
+from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.server.protocol import Message, SamplingBody, TemplateBody
+
+Result = TypeVar("Result")
+
+MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
+_INLINE_CHARACTERS = 4096  # text up to here is tokenised faster than a thread is reached
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request's work: choice i continues prompts[i // n]. The answer's choices have the same numbers."""
+
+    id: str
+    prompts: list[list[int]]  # token ids
+    n: int  # choices per prompt
+    params: list[SamplingParams]  # one per choice
+    cache_salt: str
+    priority: int
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    def prompt_of(self, choice: int) -> list[int]:
+        return self.prompts[choice // self.n]
+
+    def request_id(self, choice: int) -> str:
+        """The engine's id of a choice: the job's own if there is only one."""
+        return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
+
+
+def make_job(
+    context: ServerContext,
+    job_id: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    body: SamplingBody,
+    n: int = 1,
+) -> Job:
+    """Check prompts and parameters against the engine's limits. Raises ApiError 400, or 503 when too many wait."""
+    info = context.engine.info
+    num_choices = len(prompts) * n
+    if num_choices > MAX_CHOICES_PER_REQUEST:
+        message = f"prompt and n ask for {num_choices} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
+        raise ApiError(400, message, param="n", code="invalid_value")
+    try:
+        params.validate(info.vocab_size)
+        for prompt_ids in prompts:
+            check_prompt(prompt_ids, info)
+    except ValueError as error:
+        raise invalid(error) from None
+    limit = info.max_running_requests + context.config.max_waiting_requests
+    if context.engine.num_requests + num_choices > limit:
+        raise ApiError(503, f"the server is full: it takes at most {limit} requests at once", code="overloaded")
+    choice_params = [
+        _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]))
+        for choice in range(num_choices)
+    ]
+    return Job(job_id, prompts, n, choice_params, body.cache_salt or "", body.priority)
+
+
+def check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
+    """Raise ValueError, with the count and the limit, for a prompt that the engine can never serve."""
+    count = len(prompt_ids)
+    if count == 0:
+        raise ValueError("prompt must hold at least one token, got none")
+    if count >= info.context_length:
+        raise ValueError(
+            f"prompt has {count} tokens, but the context holds {info.context_length} for prompt and answer together"
+        )
+    if count > info.max_prompt_tokens:
+        raise ValueError(
+            f"prompt has {count} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
+            f"{info.max_prompt_tokens}"
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
+        bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size)
+        raise ValueError(f"prompt token ids must be between 0 and {info.vocab_size - 1}, got {bad}")
+
+
+def _params_of_choice(params: SamplingParams, choice: int, room: int) -> SamplingParams:
+    """Choice i draws with seed + i, and generates no more than the context has room for."""
+    seed = params.seed
+    if seed is not None:
+        seed = (seed + choice + 2**63) % 2**64 - 2**63
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    return msgspec.structs.replace(params, seed=seed, max_tokens=max_tokens)
+
+
+async def encode_prompts(
+    context: ServerContext, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of each prompt; those given as ids stay as they are."""
+
+    def encode() -> list[list[int]]:
+        return [
+            context.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+
+    return await off_loop(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), encode)
+
+
+async def encode_messages(context: ServerContext, messages: list[Message], body: TemplateBody) -> list[int]:
+    """Token ids of a conversation, as the model's chat template writes it. Raises ApiError 400 if it refuses."""
+    render = functools.partial(
+        context.tokenizer.apply_chat_template,
+        [message.for_template() for message in messages],
+        continue_final_message=body.continue_final_message,
+        add_generation_prompt=body.adds_generation_prompt,
+        **body.template_arguments,
+    )
+    try:
+        return await off_loop(sum(len(message.content) for message in messages), render)
+    except ValueError as error:
+        raise invalid(error) from None
+
+
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """Do work that takes time in proportion to `size` characters; what is long must not hold up other streams."""
+    return work() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Run all choices at once; yields (choice, output) as they come. Leaving the iterator aborts what still runs.
+
+    Raises ApiError: 400 if the engine refuses a choice, 500 if one fails; EngineDeadError if the engine ends.
+    """
+    if job.num_choices == 1:
+        async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=1)
+
+    async def feed(choice: int) -> None:
+        try:
+            async with contextlib.aclosing(_run_choice(context, job, choice)) as outputs:
+                async for output in outputs:
+                    await queue.put((choice, output))
+        except Exception as error:  # handed to the consumer, which raises it
+            await queue.put((choice, error))
+
+    tasks = [asyncio.create_task(feed(choice)) for choice in range(job.num_choices)]
+    try:
+        num_finished = 0
+        while num_finished < len(tasks):
+            choice, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            num_finished += item.finished
+            yield choice, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_choice(context: ServerContext, job: Job, choice: int) -> AsyncGenerator[RequestOutput, None]:
+    outputs = context.metrics.watch(
+        context.engine.generate(
+            job.prompt_of(choice),
+            job.params[choice],
+            request_id=job.request_id(choice),
+            cache_salt=job.cache_salt,
+            priority=job.priority,
+        )
+    )
+    try:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if output.finish_reason is FinishReason.ERROR:
+                    raise ApiError(500, output.error or "the engine could not go on with this request")
+                yield output
+    except ValueError as error:
+        raise invalid(error) from error
+
+
+async def collect(context: ServerContext, job: Job) -> list[RequestOutput]:
+    """Run a job to its end; the last output of each choice, in order, which holds the whole answer."""
+    last: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(run_job(context, job)) as outputs:
+        async for choice, output in outputs:
+            last[choice] = output
+    return [last[choice] for choice in range(job.num_choices)]
+
+
+def total_usage(job: Job, outputs: Sequence[RequestOutput]) -> Usage:
+    """Tokens of all choices; a prompt counts once however many choices continue it."""
+    firsts = outputs[:: job.n]
+    return Usage(
+        prompt_tokens=sum(output.usage.prompt_tokens for output in firsts),
+        completion_tokens=sum(output.usage.completion_tokens for output in outputs),
+        cached_tokens=sum(output.usage.cached_tokens for output in firsts),
+    )

@@ -1,0 +1,165 @@
+"""The server's own routes: /generate with tokens and text in one small answer, and everything for operators."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+import mini_sglang
+from mini_sglang.async_engine import EngineDeadError
+from mini_sglang.request import RequestOutput, TokenLogprobs
+from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.server.context import ServerContext, context_of
+from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.server.generation import Job, collect, encode_messages, encode_prompts, make_job, off_loop, run_job
+from mini_sglang.server.metrics import CONTENT_TYPE
+from mini_sglang.server.openai_format import Json, finite, usage_json
+from mini_sglang.server.protocol import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody, parse_prompt
+from mini_sglang.server.request_body import read_body
+from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
+
+Answer = TypeVar("Answer")
+
+router = APIRouter(tags=["mini-sglang"])
+open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new."""
+    context = context_of(request)
+    body = await read_body(request, GenerateBody, context.config.max_body_bytes)
+    try:
+        params, prompt = body.sampling_params(), parse_prompt(body.prompt)
+    except ValueError as error:
+        raise invalid(error) from None
+    request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
+    if request_id in context.engine.request_ids:
+        raise ApiError(400, f"request_id {request_id!r} is in use by a request under way", param="request_id")
+    job = make_job(context, request_id, await encode_prompts(context, [prompt]), params, body)
+    if body.stream:
+        return EventStream(_events(context, job))
+    [output] = await while_connected(request.receive, collect(context, job))
+    answer = _state(job, output.text, output.token_ids, output)
+    if output.logprobs is not None:
+        answer["logprobs"] = _logprobs(output.logprobs)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(run_job(context, job)) as outputs:
+        async for _, output in outputs:
+            answer = _state(job, output.text_delta, output.new_token_ids, output)
+            if output.new_logprobs is not None:
+                answer["logprobs"] = _logprobs(output.new_logprobs)
+            yield event(answer)
+    yield DONE
+
+
+def _state(job: Job, text: str, token_ids: list[int], output: RequestOutput) -> Json:
+    return {
+        "id": job.id,
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "usage": usage_json(output.usage),
+    }
+
+
+def _logprobs(entries: list[TokenLogprobs]) -> list[Json]:
+    """One entry for each of `token_ids`: its log-probability and the best alternatives."""
+    answer = []
+    for entry in entries:
+        pairs = [{"token_id": i, "logprob": finite(p)} for i, p in zip(entry.token_ids, entry.logprobs, strict=True)]
+        answer.append({**pairs[0], "top_logprobs": pairs[1:]})
+    return answer
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Json:
+    """The token ids of a prompt or of a conversation."""
+    context = context_of(request)
+    body = await read_body(request, TokenizeBody, context.config.max_body_bytes)
+    context.check_model(body.model)
+    if body.messages is not None:
+        tokens = await encode_messages(context, body.messages, body)
+    else:
+        [tokens] = await encode_prompts(context, [body.prompt or ""], add_special_tokens=body.add_special_tokens)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": context.engine.info.context_length}
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Json:
+    """The text of token ids."""
+    context = context_of(request)
+    body = await read_body(request, DetokenizeBody, context.config.max_body_bytes)
+    context.check_model(body.model)
+    vocab_size = context.engine.info.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise ApiError(400, f"tokens must be between 0 and {vocab_size - 1}, got {token_id}", param="tokens")
+    skip = body.skip_special_tokens
+    text = await off_loop(len(body.tokens), lambda: context.tokenizer.decode(body.tokens, skip_special_tokens=skip))
+    return {"text": text}
+
+
+async def _ask_engine(answer: Awaitable[Answer]) -> Answer:
+    """The engine's answer; 503 if it does not come in time."""
+    try:
+        return await answer
+    except TimeoutError as error:
+        raise ApiError(503, str(error), code="engine_stuck") from None
+
+
+@router.post("/flush_cache")
+async def flush_cache(request: Request) -> Json:
+    """Empty the prefix cache, but for what running requests use."""
+    return {"flushed_pages": await _ask_engine(context_of(request).engine.flush_cache())}
+
+
+@router.post("/abort")
+async def abort(request: Request) -> Json:
+    """End a request by its id, with all its choices; they answer what they have, with finish_reason "abort"."""
+    context = context_of(request)
+    body = await read_body(request, AbortBody, context.config.max_body_bytes)
+    engine = context.engine
+    choices = [name for name in engine.request_ids if name == body.request_id or name.startswith(f"{body.request_id}-")]
+    return {"aborted": sum(engine.abort(name) for name in choices)}
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    """What is served, how it was set up, and where the engine stands."""
+    context = context_of(request)
+    answer = {
+        "version": mini_sglang.__version__,
+        "model": context.model_name,
+        "engine": context.engine.info,
+        "stats": await _ask_engine(context.engine.stats()),
+        "max_waiting_requests": context.config.max_waiting_requests,
+        "max_body_bytes": context.config.max_body_bytes,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@open_router.get("/health")
+async def health(request: Request) -> Json:
+    """200 after a round trip through the engine loop; 503 if that takes longer than 5 s or the engine is dead."""
+    await _ask_engine(context_of(request).engine.ping())
+    return {"status": "ok"}
+
+
+@open_router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """All metrics, for Prometheus."""
+    context = context_of(request)
+    stats: SchedulerStats | None = None
+    with contextlib.suppress(TimeoutError, EngineDeadError):  # the metric engine_up says so
+        stats = await context.engine.stats()
+    return Response(context.metrics.render(stats), media_type=CONTENT_TYPE)

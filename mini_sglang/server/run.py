@@ -1,0 +1,131 @@
+"""serve: runs engine and HTTP server together until a signal or the engine's end, and leaves no process behind.
+
+SIGINT, SIGTERM ──▶ stop listening, let requests end for up to `shutdown_timeout_s`, close the engine: 0
+a second signal ──▶ stop at once: 130
+engine dead     ──▶ its requests have got an error; stop: 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+from collections.abc import Generator
+from typing import Any
+
+import uvicorn
+
+from mini_sglang.async_engine import AsyncEngine
+from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.server.app import create_app
+from mini_sglang.weights.hub import resolve_model
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until told to stop; returns the exit status. Blocks; must run in the main thread, for the signals.
+
+    Raises OSError if the address is taken; ValueError or OSError if the model's name leads nowhere.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with _bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
+        # Fetched here, not in the event loop: Ctrl-C still stops a long download.
+        resolve_model(engine_config.model, source=engine_config.model_source, revision=engine_config.revision)
+        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+            return runner.run(_serve(engine_config, server_config, listener))
+
+
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
+    signals = _Signals()
+    starting = asyncio.create_task(AsyncEngine.start(engine_config))
+    await _any_of(starting, signals.first)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait((starting,))
+        return EXIT_INTERRUPTED
+    try:
+        engine = starting.result()
+    except RuntimeError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+    try:
+        return await _serve_engine(engine, server_config, listener, signals)
+    finally:
+        await engine.close(0 if signals.second.done() else ENGINE_CLOSE_S)
+
+
+async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: socket.socket, signals: _Signals) -> int:
+    server = _Server(engine, config, listener)
+    serving = asyncio.create_task(server.serve([listener]))
+    died = asyncio.create_task(engine.wait_dead())
+    await _any_of(serving, died, signals.first)
+    if died.done():
+        server.config.timeout_graceful_shutdown = 1  # nothing to wait for but errors on their way out
+    server.should_exit = True
+    await _any_of(serving, signals.second)
+    if not serving.done():
+        return EXIT_INTERRUPTED  # whatever still runs is cancelled with the event loop
+    await serving
+    return EXIT_FAILED if died.done() else 0
+
+
+async def _any_of(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+class _Signals:
+    """The first and the second SIGINT or SIGTERM, as futures."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        self.second: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        if not self.first.done():
+            logger.info("stopping; once more to stop at once")
+            self.first.set_result(None)
+        elif not self.second.done():
+            self.second.set_result(None)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: what a signal means is decided above."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
+        app = create_app(engine, engine.tokenizer, config)
+        timeout = math.ceil(config.shutdown_timeout_s)
+        super().__init__(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=timeout))
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self._greeting = f"Serving {engine.info.model} at http://{host}:{listener.getsockname()[1]}"
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._greeting, flush=True)
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """A socket that holds the address but does not listen yet."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror or error}") from error
+    return listener

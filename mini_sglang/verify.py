@@ -1,0 +1,181 @@
+"""`mini-sglang verify MODEL`: the same prompts here and in transformers, greedy, float32, compared token for token.
+
+Ours runs all prompts in one batch, transformers one after the other without any of our code. A GGUF file reaches it as
+a model object filled from our dequantised tensors, since its own GGUF loading is slow and gets tokenizers wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.llm import LLM
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.request import SamplingParams
+from mini_sglang.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.weights.gguf import open_gguf
+from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.hub import ModelSource, resolve_model
+from mini_sglang.weights.model_config import load_model_config
+
+PROMPTS = {
+    "capital": "The capital of France is",
+    "story": "Once upon a time, there was a little robot who",
+    "one token": "A",
+    "list": "1, 2, 3, 4,",
+    "digits": "In 1969, 3.14159  is  a 42",
+    "code": "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "json": '{"name": "Ada", "born": 1815, "field": "',
+    "leading space": "   and then the door opened",
+    "chinese": "法国的首都是",
+    "accents": "Il était une fois, à Besançon, un garçon nommé",
+    "emoji": "Family 👨‍👩‍👧 and flags 🇫🇷 are",
+    "question": "Question: What is the boiling point of water?\nAnswer:",
+    "long": "The quick brown fox jumps over the lazy dog. " * 60 + "The quick",  # more than one step's token budget
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt's greedy continuation by both, and transformers' margin (logits, best minus second) at each token."""
+
+    name: str
+    prompt_ids: list[int]
+    our_ids: list[int]
+    their_ids: list[int]
+    margins: list[float]
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first token that differs, or None."""
+        pairs = zip(self.our_ids, self.their_ids, strict=True)
+        return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+
+
+def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable[[str], object] = print) -> bool:
+    """Compare `config.model` with transformers, report line by line, and return whether all is equal.
+
+    Raises what loading the model raises, and ValueError if `max_tokens` is below 1.
+    """
+    source = resolve_model(config.model, source=config.model_source, revision=config.revision)
+    tokenizer = load_tokenizer(source)
+    equal = _tokenizers_agree(source, tokenizer, report)
+    prompts = {name: tokenizer.encode(text) for name, text in PROMPTS.items()}
+    for comparison in compare(config, source, prompts, max_tokens):
+        equal &= comparison.first_difference is None
+        for line in _describe(comparison, tokenizer):
+            report(line)
+    report(f"{config.model}: {'equal to transformers' if equal else 'DIFFERENT from transformers'} on all prompts")
+    return equal
+
+
+def compare(
+    config: EngineConfig, source: ModelSource, prompts: dict[str, list[int]], max_tokens: int
+) -> list[Comparison]:
+    """Continue every prompt (token ids) by `max_tokens` greedy tokens, end tokens ignored, on a CPU in float32."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    config = config.replace(device="cpu", dtype="float32", weights="dense")
+    with LLM(**dataclasses.asdict(config)) as llm:
+        ours = [output.token_ids for output in llm.generate(list(prompts.values()), params)]
+    model = load_reference(source)
+    comparisons = []
+    for (name, prompt_ids), our_ids in zip(prompts.items(), ours, strict=True):
+        their_ids, margins = reference_greedy(model, prompt_ids, max_tokens)
+        comparisons.append(Comparison(name, prompt_ids, our_ids, their_ids, margins))
+    return comparisons
+
+
+def load_reference(source: ModelSource) -> Any:
+    """The transformers model, float32, ready to run."""
+    if source.kind == "safetensors":
+        return AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).eval()
+    config = load_model_config(source)
+    model = AutoModelForCausalLM.from_config(_hf_config(config), dtype=torch.float32)
+    state = {name: tensor.dense().float() for name, tensor in open_gguf(GGUFFile(source.path), config).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        raise ValueError(f"{source.path}: transformers' model lacks {missing} and has no place for {unexpected}")
+    model.tie_weights()
+    return model.eval()
+
+
+@torch.inference_mode()
+def reference_greedy(model: Any, prompt_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy ids, and at each of them by how much the best logit leads the second."""
+    model.generation_config = GenerationConfig()  # the checkpoint's may bring penalties and end tokens
+    output = model.generate(
+        torch.tensor([prompt_ids]),  # [1, tokens] int64
+        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best_two = [logits[0].topk(2).values.tolist() for logits in output.logits]
+    return output.sequences[0, len(prompt_ids) :].tolist(), [best - second for best, second in best_two]
+
+
+def _tokenizers_agree(source: ModelSource, tokenizer: Tokenizer, report: Callable[[str], object]) -> bool:
+    """Whether transformers' tokenizer gives the same prompt ids. There is none to ask for a GGUF file."""
+    if source.kind == "gguf":
+        return True
+    reference = AutoTokenizer.from_pretrained(source.path)
+    equal = True
+    for name, text in PROMPTS.items():
+        ours, theirs = tokenizer.encode(text), list(reference.encode(text))
+        if ours != theirs:
+            equal = False
+            report(f"{name}: the prompt's token ids differ\n  here          {ours}\n  transformers  {theirs}")
+    return equal
+
+
+def _describe(comparison: Comparison, tokenizer: Tokenizer) -> list[str]:
+    index = comparison.first_difference
+    lines = [
+        f"{comparison.name}: {'equal' if index is None else 'DIFFERENT'}",
+        f"  here          {comparison.our_ids}",
+        f"  transformers  {comparison.their_ids}",
+    ]
+    if index is not None:
+        ours, theirs = comparison.our_ids[index], comparison.their_ids[index]
+        lines.append(
+            f"  token {index} differs: {ours} {tokenizer.decode([ours])!r} here, "
+            f"{theirs} {tokenizer.decode([theirs])!r} there, "
+            f"where the best logit leads the second by {comparison.margins[index]:.4f}"
+        )
+    return lines
+
+
+def _hf_config(config: ModelConfig) -> Any:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if (scaling := config.rope_scaling) is not None:
+        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            rope["original_max_position_embeddings"] = scaling.original_context_length
+        if scaling.kind == "llama3":
+            rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        if scaling.kind == "yarn":
+            rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+            rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    return AutoConfig.for_model(
+        config.architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.context_length,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )

@@ -1,0 +1,170 @@
+"""The tensors of a GGUF file under Hugging Face names, in Hugging Face's row order, dequantised or as 4-bit blocks.
+
+Block layouts are the `gguf` package's business, except that `blocks` hands out those of Q4_0 and Q4_1 unexpanded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.weights.gguf_file import GGUFFile, TensorInfo
+from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError
+
+_TYPES = GGMLQuantizationType
+SUPPORTED_TYPES = frozenset(
+    {
+        _TYPES.F32,
+        _TYPES.F16,
+        _TYPES.BF16,
+        _TYPES.Q4_0,
+        _TYPES.Q4_1,
+        _TYPES.Q5_0,
+        _TYPES.Q5_1,
+        _TYPES.Q8_0,
+        _TYPES.Q4_K,
+        _TYPES.Q5_K,
+        _TYPES.Q6_K,
+    }
+)
+FOUR_BIT_TYPES = frozenset({_TYPES.Q4_0, _TYPES.Q4_1})
+_CHUNK_BYTES = 1 << 20  # of stored bytes dequantised at once: bounds the temporaries, which are several times larger
+_GROUP_SIZE = 32  # weights per block of Q4_0 and Q4_1
+
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Rotary factors of Llama 3.1: they are part of the configuration (see model_config), no weight.
+_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+
+
+def open_gguf(file: GGUFFile, config: ModelConfig) -> dict[str, CheckpointTensor]:
+    """Every tensor of the file by its Hugging Face name (an unknown GGUF name stands for itself); nothing is read yet.
+
+    Raises WeightsError listing the tensors whose type cannot be dequantised.
+    """
+    refused = [f"{t.name} ({t.type.name})" for t in file.tensors.values() if t.type not in SUPPORTED_TYPES]
+    if refused:
+        supported = ", ".join(sorted(kind.name for kind in SUPPORTED_TYPES))
+        raise WeightsError(
+            f"{file.path}: quantisation of {len(refused)} tensors is not supported: {_some(refused)}; "
+            f"supported are {supported}"
+        )
+    permuted = _permuted_heads(config)
+    tensors: dict[str, CheckpointTensor] = {}
+    for info in file.tensors.values():
+        if info.name not in _NOT_WEIGHTS:
+            name = hf_name(info.name)
+            tensors[name] = GGUFTensor(file, info, name, permuted.get(_module(name)))
+    return tensors
+
+
+def hf_name(name: str) -> str:
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; a name not known stays as it is."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = match.groups()
+        return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if part in _LAYER_NAMES else name
+    stem, _, kind = name.rpartition(".")
+    return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
+
+
+class GGUFTensor:
+    """One tensor. With `heads`, rows are stored in llama.cpp's interleaved rotary order and handed out half-split."""
+
+    def __init__(self, file: GGUFFile, info: TensorInfo, name: str, heads: int | None) -> None:
+        self._file = file
+        self._info = info
+        self._heads = heads
+        self.name = name
+        self.shape = info.shape
+
+    def dense(self) -> torch.Tensor:
+        """The values, float32, of `shape`."""
+        rows = self._rows()
+        result = np.empty((rows.shape[0], math.prod(self.shape) // rows.shape[0]), np.float32)
+        step = max(1, _CHUNK_BYTES // rows.shape[1])
+        for start in range(0, rows.shape[0], step):
+            chunk = rows[start : start + step]
+            if self._info.type in FOUR_BIT_TYPES:  # several times faster than gguf.quants, and the same bits
+                q, scale, minimum = _unpack(chunk, self._info.type)
+                values = q.reshape(*scale.shape, _GROUP_SIZE).astype(np.float32)
+                values *= scale[..., None]
+                values += minimum[..., None]
+            else:
+                values = dequantize(chunk, self._info.type)
+            result[start : start + step] = values.reshape(chunk.shape[0], -1)
+        return torch.from_numpy(result.reshape(self.shape))
+
+    def blocks(self) -> QuantizedBlocks | None:
+        """The 4-bit blocks of a Q4_0 or Q4_1 matrix; None for other types."""
+        if self._info.type not in FOUR_BIT_TYPES:
+            return None
+        q, scale, minimum = (torch.from_numpy(array) for array in _unpack(self._rows(), self._info.type))
+        return QuantizedBlocks(q, scale, minimum, _GROUP_SIZE)
+
+    def _rows(self) -> npt.NDArray[np.uint8]:
+        """The stored bytes by row, [rows, bytes per row]. Blocks never span rows, so rows can be moved as bytes."""
+        rows = np.asarray(self._file.read(self._info))
+        if self._heads is None:
+            return rows
+        if len(self.shape) == 1:  # a bias: one element is one row
+            rows = rows.reshape(self.shape[0], -1)
+        return rows[half_split_order(rows.shape[0], self._heads)]
+
+
+def _unpack(
+    rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Rows of 4-bit blocks → q [rows, columns] uint8, scale and minimum [rows, columns / 32] float32.
+
+    A block is fp16 scale d, in Q4_1 also fp16 minimum m, and 16 bytes whose low nibbles are the first 16 weights;
+    w = d * q + m in Q4_1 and d * (q - 8) in Q4_0.
+    """
+    num_floats = 2 if kind is _TYPES.Q4_1 else 1
+    blocks = rows.reshape(rows.shape[0], -1, 2 * num_floats + _GROUP_SIZE // 2)
+    floats = np.ascontiguousarray(blocks[:, :, : 2 * num_floats]).view(np.float16).astype(np.float32)
+    scale = floats[:, :, 0].copy()
+    minimum = floats[:, :, 1].copy() if num_floats == 2 else scale * np.float32(-8)
+    nibbles = blocks[:, :, 2 * num_floats :]
+    q = np.concatenate([nibbles & 0x0F, nibbles >> 4], axis=-1).reshape(rows.shape[0], -1)
+    return q, scale, minimum
+
+
+def half_split_order(num_rows: int, heads: int) -> npt.NDArray[np.intp]:
+    """Indices that turn rows of interleaved rotary pairs (0, 1), (2, 3), … into two halves per head."""
+    return np.arange(num_rows).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
+
+
+def _permuted_heads(config: ModelConfig) -> Mapping[str, int]:
+    """Modules whose rows llama.cpp's converter interleaves, with their head counts: q and k of the llama family."""
+    if config.architecture != "llama":
+        return {}
+    return {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+
+
+def _module(name: str) -> str:
+    return name.split(".")[-2] if "." in name else name
+
+
+def _some(items: list[str], limit: int = 5) -> str:
+    rest = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + rest

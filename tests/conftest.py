@@ -1,0 +1,295 @@
+"""Fixtures that many tests share: the built-in model, and tiny random checkpoints written as users' files look.
+
+`write_checkpoint` and `write_gguf` are fixtures that return functions, since test modules cannot import each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import mini_sglang
+from mini_sglang.tokenizer import Tokenizer as MiniTokenizer
+from mini_sglang.tokenizer import load_tokenizer
+from mini_sglang.weights.hub import ModelSource, resolve_model
+
+VOCAB_SIZE = 320
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TRAINING_TEXT = [
+    "The capital of France is Paris. Once upon a time there was a little robot who lived by the sea.",
+    "def add(a, b):\n    return a + b\n",
+    "Numbers 0123456789, punctuation .,;:!? and emoji 🙂 中文 café.",
+] * 4
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+_FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+@dataclass(frozen=True)
+class TinyCheckpoint:
+    """A checkpoint on disk and the transformers model (float32, eval mode) whose weights it holds."""
+
+    path: Path  # a folder, or a .gguf file
+    model: PreTrainedModel
+
+    @property
+    def source(self) -> ModelSource:
+        return ModelSource(str(self.path), self.path, "gguf" if self.path.suffix == ".gguf" else "safetensors")
+
+
+WriteCheckpoint = Callable[..., TinyCheckpoint]
+
+
+@pytest.fixture(scope="session")
+def builtin_model() -> ModelSource:
+    """The built-in model, downloaded once per machine."""
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def builtin_tokenizer(builtin_model: ModelSource) -> MiniTokenizer:
+    return load_tokenizer(builtin_model)
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[mini_sglang.LLM]:
+    """The built-in model in float32, where its greedy output is defined token for token. Leave nothing behind in it."""
+    with mini_sglang.LLM("smollm2-135m", dtype="float32", num_pages=512) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `VOCAB_SIZE` tokens, trained on a few sentences, with a ChatML template."""
+    return make_tokenizer()
+
+
+@pytest.fixture
+def write_checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> WriteCheckpoint:
+    """`write_checkpoint(family, *, seed=0, sharded=False, rope=None, **config)` → a folder of safetensors.
+
+    `family` is "llama", "qwen2" or "qwen3", `rope` a key of ROPE_SCALINGS; other keywords change the config.
+    """
+
+    def write(
+        family: str = "llama", *, seed: int = 0, sharded: bool = False, rope: str | None = None, **config: Any
+    ) -> TinyCheckpoint:
+        model = make_model(family, seed=seed, rope=rope, **config)
+        folder = tmp_path / f"{family}-{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
+        tiny_tokenizer.save_pretrained(folder)
+        return TinyCheckpoint(folder, model)
+
+    return write
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> WriteCheckpoint:
+    """`write_gguf(family, *, kind="F32", seed=0, rope=None, **config)` → a .gguf file, as llama.cpp converts it.
+
+    `kind` is the type of the matrices, a name of gguf.GGMLQuantizationType. The model of a quantised file holds the
+    dequantised weights, so that it computes what the file says.
+    """
+
+    def write(
+        family: str = "llama", *, kind: str = "F32", seed: int = 0, rope: str | None = None, **config: Any
+    ) -> TinyCheckpoint:
+        model = make_model(family, seed=seed, rope=rope, **config)
+        path = tmp_path / f"{family}-{kind}-{len(list(tmp_path.iterdir()))}.gguf"
+        save_gguf(path, family, model, tiny_tokenizer, gguf.GGMLQuantizationType[kind])
+        return TinyCheckpoint(path, model)
+
+    return write
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_TRAINING_TEXT, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(family: str, *, seed: int = 0, rope: str | None = None, **config: Any) -> PreTrainedModel:
+    """A random model, large enough that greedy tokens vary and small enough to run in milliseconds."""
+    config_class, model_class = _FAMILIES[family]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_theta": 10000.0, **ROPE_SCALINGS.get(rope or "", {"rope_type": "default"})},
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**settings, **config})).eval()
+    with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide mistakes
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(0.0, 0.2)
+            elif name.endswith("norm.weight"):
+                parameter.normal_(1.0, 0.2)
+    model.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0)
+    return model
+
+
+def save_gguf(
+    path: Path,
+    family: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    kind: gguf.GGMLQuantizationType,
+) -> None:
+    """Write `model` as llama.cpp's converter does; its weights become those that the file holds."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    _add_rope(writer, config)
+    _add_tokenizer(writer, tokenizer)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    state = model.state_dict()
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    for name, tensor in state.items():
+        module = name.split(".")[-2]
+        values = tensor.numpy()
+        permute = heads.get(module) if family == "llama" else None
+        stored = interleave(values, permute) if permute else values
+        quantised = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        data = gguf.quants.quantize(stored, quantised)
+        writer.add_tensor(gguf_name(name), data, raw_dtype=quantised)
+        kept = gguf.quants.dequantize(data, quantised).reshape(values.shape)
+        with torch.no_grad():
+            tensor.copy_(torch.from_numpy(deinterleave(kept, permute) if permute else kept.copy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def interleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of two rotary halves per head → rows of pairs, llama.cpp's order."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def deinterleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """The inverse of `interleave`."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape).copy()
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a Hugging Face tensor, by the gguf package's own table."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 64)
+    found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def _add_rope(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, config.head_dim))
+
+
+def llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
+    """What the Llama 3.1 release divides rotary frequencies by, case by case, float32."""
+    divisors = []
+    for exponent in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (exponent / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        if turns > rope["high_freq_factor"]:
+            divisors.append(1.0)
+        elif turns < rope["low_freq_factor"]:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(divisors, np.float32)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) -> None:
+    document = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab = document["model"]["vocab"]
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    special = {entry["content"] for entry in document["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in document["model"]["merges"]])
+    writer.add_eos_token_id(vocab["<|im_end|>"])
+    writer.add_pad_token_id(vocab["<|endoftext|>"])
+    writer.add_chat_template(CHAT_TEMPLATE)

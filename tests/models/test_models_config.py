@@ -1,0 +1,192 @@
+"""config.json in all its spellings becomes one ModelConfig; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from mini_sglang.models.config import ModelConfig, RopeScaling
+
+# As published with Llama-3.1-8B-Instruct, shortened.
+LLAMA_3_1: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+# As published with Qwen2.5-7B-Instruct.
+QWEN_2_5: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+LLAMA3_SCALING = RopeScaling(kind="llama3", factor=8.0, original_context_length=8192)
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_llama_3_1() -> None:
+    assert ModelConfig.from_hf(LLAMA_3_1) == ModelConfig(
+        architecture="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        context_length=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=LLAMA3_SCALING,
+        dtype="bfloat16",
+        bos_token_id=128000,
+        eos_token_ids=frozenset({128001, 128008, 128009}),
+    )
+
+
+def test_qwen_2_5_has_biases_on_q_k_and_v_alone() -> None:
+    config = ModelConfig.from_hf(QWEN_2_5)
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, False, False)
+
+
+def test_llama_attention_bias_includes_the_output_projection() -> None:
+    config = ModelConfig.from_hf({**LLAMA_3_1, "attention_bias": True, "mlp_bias": True})
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_what_transformers_writes_is_read_as_transformers_means_it(config_class: type[PreTrainedConfig]) -> None:
+    theirs = config_class(num_attention_heads=8, num_key_value_heads=2, hidden_size=512, vocab_size=1000)
+    ours = ModelConfig.from_hf(theirs.to_dict())
+    assert ours.head_dim == getattr(theirs, "head_dim", 512 // 8)
+    assert (ours.num_heads, ours.num_kv_heads) == (8, 2)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.context_length == theirs.max_position_embeddings
+
+
+def test_qwen3_without_head_dim_takes_its_familys_128() -> None:
+    config = {**without(QWEN_2_5, "num_attention_heads"), "model_type": "qwen3", "num_attention_heads": 16}
+    assert ModelConfig.from_hf(config).head_dim == Qwen3Config(hidden_size=3584, num_attention_heads=16).head_dim == 128
+
+
+def test_missing_kv_heads_mean_one_per_query_head() -> None:
+    assert ModelConfig.from_hf(without(LLAMA_3_1, "num_key_value_heads")).num_kv_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"type": "linear", "factor": 2}, RopeScaling(kind="linear", factor=2.0)),
+        (LLAMA_3_1["rope_scaling"], LLAMA3_SCALING),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            RopeScaling(kind="yarn", factor=4.0, original_context_length=32768),
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5},
+            RopeScaling(
+                kind="yarn",
+                factor=4.0,
+                original_context_length=131072,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                attention_factor=1.5,
+            ),
+        ),
+    ],
+)
+def test_old_and_new_rope_settings_mean_the_same(rope: dict[str, Any], expected: RopeScaling | None) -> None:
+    base = without(LLAMA_3_1, "rope_scaling", "rope_theta")
+    old = ModelConfig.from_hf({**base, "rope_theta": 500000.0, "rope_scaling": rope})
+    new = ModelConfig.from_hf({**base, "rope_parameters": {"rope_theta": 500000.0, **rope}})
+    assert old == new
+    assert old.rope_scaling == expected
+    assert old.rope_theta == 500000.0
+
+
+def test_yarn_stretches_the_context() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert ModelConfig.from_hf({**QWEN_2_5, "rope_scaling": yarn}).context_length == 131072
+
+
+def test_end_tokens_of_both_configs_count() -> None:
+    config = ModelConfig.from_hf(QWEN_2_5, {"eos_token_id": [151645, 151643]})
+    assert config.eos_token_ids == {151643, 151645}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"model_type": None}, "model_type 'None'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "one mapping for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_sliding_window": True, "max_window_layers": 20}, "sliding_window 131072"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_kv_heads (3)"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"head_dim": 27}, "head_dim must be even"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_hf({**QWEN_2_5, **changes})
+    assert message in str(error.value)
+
+
+def test_sliding_windows_that_no_layer_uses_are_fine() -> None:
+    assert ModelConfig.from_hf({**QWEN_2_5, "use_sliding_window": True}) == ModelConfig.from_hf(QWEN_2_5)
+    listed = {**QWEN_2_5, "layer_types": ["full_attention"] * 28}
+    assert dataclasses.asdict(ModelConfig.from_hf(listed)) == dataclasses.asdict(ModelConfig.from_hf(QWEN_2_5))

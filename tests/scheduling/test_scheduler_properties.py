@@ -1,0 +1,177 @@
+"""Any sequence of arrivals, steps, aborts and failures: right outputs, every page accounted for, nothing stuck.
+
+`MINI_SGLANG_OPERATIONS=100000 pytest tests/scheduling` runs that many random operations per machine; the default is
+made for every day.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.request import FinishReason, Request, SamplingParams
+from mini_sglang.scheduling.simulation import Simulation
+
+OPERATIONS = int(os.environ.get("MINI_SGLANG_OPERATIONS", "4000"))
+STEPS = 50
+STATEFUL = settings(
+    max_examples=max(OPERATIONS // STEPS, 1),
+    stateful_step_count=STEPS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+# Prompts that share beginnings: cut from a few long sequences, with a different end now and then.
+PROMPTS = st.builds(
+    lambda stem, length, end: ([(stem * i * i + i) % 3 for i in range(60)][:length] + end) or [0],
+    stem=st.integers(0, 2),
+    length=st.integers(0, 50),
+    end=st.lists(st.integers(0, 2), max_size=4),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self, run_ahead: int, failures: bool) -> None:
+        super().__init__()
+        self.run_ahead = run_ahead
+        self.failures = failures
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4, 8]),
+        pool_tokens=st.integers(8, 120),
+        context_length=st.integers(12, 100),
+        slots=st.integers(1, 6),
+        budget=st.sampled_from([1, 2, 7, 64]),
+        cache=st.sampled_from(["radix", "radix", "radix", "naive"]),
+        schedule=st.sampled_from(["fcfs", "lpm", "priority"]),
+    )
+    def start(
+        self, page_size: int, pool_tokens: int, context_length: int, slots: int, budget: int, cache: str, schedule: str
+    ) -> None:
+        self.simulation = Simulation(
+            EngineConfig(
+                page_size=page_size,
+                num_pages=max(pool_tokens // page_size, 1),
+                context_length=context_length,
+                max_running_requests=slots,
+                max_prefill_tokens=budget,
+                cache=cache,  # type: ignore[arg-type]
+                schedule=schedule,  # type: ignore[arg-type]
+                run_ahead=self.run_ahead,
+            )
+        )
+        self.context_length = context_length
+        self.pool_tokens = max(pool_tokens // page_size, 1) * page_size
+        self.ended: set[str] = set()
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.one_of(st.none(), st.integers(1, 30)),
+        eos=st.sampled_from([frozenset(), frozenset(), frozenset([2])]),
+        salt=st.sampled_from([0, 0, 0, 1]),
+        priority=st.integers(0, 2),
+        copies=st.sampled_from([1, 1, 1, 4]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        eos: frozenset[int],
+        salt: int,
+        priority: int,
+        copies: int,
+    ) -> None:
+        for _ in range(copies):
+            request = Request(
+                request_id=str(len(self.simulation.requests)),
+                prompt_ids=prompt,
+                params=SamplingParams(max_tokens=max_tokens),
+                eos_token_ids=eos,
+                cache_salt=str(salt),
+                seed=salt,
+                priority=priority,
+            )
+            if len(prompt) >= self.context_length or len(prompt) > self.pool_tokens:
+                with pytest.raises(ValueError, match=f"^prompt has {len(prompt)} tokens"):
+                    self.simulation.add(request)
+            else:
+                self.simulation.add(request)
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.simulation.step()
+            self.simulation.scheduler.check()
+
+    @rule(launch=st.booleans(), chance=st.integers(0, 3))
+    def fail(self, launch: bool, chance: int) -> None:
+        if self.failures and chance == 0:
+            self.simulation.step(fail_launch=launch, fail_read=not launch)
+        else:
+            self.simulation.step()
+
+    @rule(which=st.integers(0, 1000), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
+    def abort(self, which: int, reason: FinishReason) -> None:
+        if self.simulation.requests:
+            request_id = str(which % len(self.simulation.requests))
+            self.ended.add(request_id)
+            self.simulation.scheduler.abort(request_id, reason)
+
+    @rule()
+    def flush(self) -> None:
+        self.simulation.scheduler.flush_cache()
+        assert self.simulation.scheduler.stats().num_cached_pages == 0
+
+    @invariant()
+    def is_sound(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.scheduler.check()
+            self.simulation.check_outputs()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "simulation"):
+            return
+        simulation = self.simulation
+        simulation.run(max_steps=20_000)
+        simulation.scheduler.check()
+        simulation.check_outputs()
+        stats = simulation.scheduler.stats()
+        assert stats.num_running == stats.num_waiting == stats.num_used_pages == 0
+        assert stats.num_finished + stats.num_aborted == len(simulation.requests)
+        assert simulation.finished.keys() | self.ended == simulation.requests.keys()
+        for request_id, reason in simulation.finished.items():
+            self.ended_rightly(simulation.requests[request_id], reason)
+        simulation.scheduler.flush_cache()
+        assert simulation.scheduler.stats().num_free_pages == stats.num_pages
+
+    def ended_rightly(self, request: Request, reason: FinishReason) -> None:
+        if reason is FinishReason.ERROR:
+            return
+        limit = min(self.context_length, self.pool_tokens + 1)
+        if request.params.max_tokens is not None:
+            limit = min(limit, len(request.prompt_ids) + request.params.max_tokens)
+        ends = [i for i, token in enumerate(request.output_ids) if token in request.eos_token_ids]
+        if reason is FinishReason.STOP:
+            assert ends == [len(request.output_ids) - 1]
+        else:
+            assert reason is FinishReason.LENGTH
+            assert not ends
+            assert len(request.prompt_ids) + len(request.output_ids) == limit
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_any_history_gives_the_right_outputs_and_loses_no_page(run_ahead: int) -> None:
+    machine = functools.partial(SchedulerMachine, run_ahead, failures=False)
+    run_state_machine_as_test(machine, settings=STATEFUL)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_failed_steps_end_their_own_requests_and_spoil_no_other(run_ahead: int) -> None:
+    machine = functools.partial(SchedulerMachine, run_ahead, failures=True)
+    run_state_machine_as_test(machine, settings=STATEFUL)

@@ -1,0 +1,256 @@
+"""`LLM` on the built-in model: what it answers, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_sglang import LLM, FinishReason, RequestOutput, SamplingParams
+
+REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())
+CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in REFERENCE["cases"]}
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+CONTRACT = "The capital of France is"
+
+
+def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(llm: LLM) -> Any:
+    """However a test used the engine: no request may be in it afterwards, and no page held by one."""
+    yield
+    while llm.engine.has_work:
+        llm.engine.step()
+    stats = llm.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
+
+
+def test_all_reference_prompts_in_one_batch_give_the_reference_tokens(llm: LLM) -> None:
+    outputs = llm.generate([case["prompt_ids"] for case in CASES.values()], GREEDY, progress=False)
+    assert [output.token_ids for output in outputs] == [case["output_ids_ignore_eos"] for case in CASES.values()]
+    assert all(output.finish_reason is FinishReason.LENGTH for output in outputs)
+
+
+def test_the_contract_prompt(llm: LLM) -> None:
+    [output] = llm.generate(CONTRACT, greedy(20))
+    assert output.token_ids == CASES["capital"]["output_ids_generate"]
+    assert output.text == CASES["capital"]["text"]
+    assert (output.usage.prompt_tokens, output.usage.completion_tokens, output.usage.total_tokens) == (5, 20, 25)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["1, 2, 3,", "Monday, Tuesday,", "a, b, c, d,"]
+    lone = [llm.generate(prompt, greedy(6), progress=False)[0].text for prompt in prompts]
+    # The first to arrive ends last: order comes from the prompts, not from who ends first.
+    params = [greedy(6), greedy(3), greedy(1)]
+    outputs = llm.generate(prompts, params, progress=False)
+    assert outputs[0].text == lone[0]
+    assert [lone[i].startswith(outputs[i].text) for i in range(3)] == [True] * 3
+    assert [output.usage.completion_tokens for output in outputs] == [6, 3, 1]
+
+
+def test_prompts_may_be_text_or_token_ids(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(CONTRACT)
+    texts = [
+        o.text for prompts in (CONTRACT, [CONTRACT], ids, [ids], (CONTRACT,)) for o in llm.generate(prompts, greedy(2))
+    ]
+    assert texts == [" Paris."] * 5
+    assert [output.text for output in llm.generate([CONTRACT, ids], greedy(2))] == [" Paris."] * 2
+
+
+def test_equal_prompts_in_one_batch_get_equal_answers(llm: LLM) -> None:
+    outputs = llm.generate(["tick tock " * 60] * 13, greedy(2), progress=False)
+    assert len({output.text for output in outputs}) == 1
+
+
+def test_a_stream_yields_what_generate_returns(llm: LLM) -> None:
+    outputs = list(llm.stream(CONTRACT, greedy(8)))
+    [whole] = llm.generate(CONTRACT, greedy(8))
+    assert "".join(output.text_delta for output in outputs) == whole.text == outputs[-1].text
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_streams_and_generate_may_interleave(llm: LLM) -> None:
+    first, second = llm.stream(CONTRACT, greedy(8)), llm.stream("1, 2, 3,", greedy(8))
+    texts = [next(first).text_delta, next(second).text_delta]
+    [between] = llm.generate("a, b, c, d,", greedy(12))
+    texts[1] += "".join(output.text_delta for output in second)
+    texts[0] += "".join(output.text_delta for output in first)
+    assert texts == [llm.generate(prompt, greedy(8))[0].text for prompt in (CONTRACT, "1, 2, 3,")]
+    assert between.text == llm.generate("a, b, c, d,", greedy(12))[0].text
+
+
+def test_a_stop_string_ends_a_request(llm: LLM) -> None:
+    [output] = llm.generate(CONTRACT, greedy(20, stop=["answer"]))
+    assert output.text == " Paris.\n\nThe "
+    assert (output.finish_reason, output.stop_reason, output.usage.completion_tokens) == (
+        FinishReason.STOP,
+        "answer",
+        6,
+    )
+
+
+def test_text_held_back_for_a_stop_string_is_not_lost(llm: LLM) -> None:
+    [plain] = llm.generate(CONTRACT, greedy(10))
+    stop = [plain.text[-4:] + "QQQ", "isx"]
+    assert llm.generate(CONTRACT, greedy(10, stop=stop))[0].text == plain.text
+    assert "".join(output.text_delta for output in llm.stream(CONTRACT, greedy(10, stop=stop))) == plain.text
+
+
+def test_a_stop_token_ends_a_request_without_its_text(llm: LLM) -> None:
+    [period] = llm.tokenizer.encode(".")
+    [output] = llm.generate(CONTRACT, greedy(20, stop_token_ids=[period]))
+    assert (output.text, output.stop_reason, output.finish_reason) == (" Paris", period, FinishReason.STOP)
+
+
+def test_an_end_token_ends_a_chat_unless_ignored(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Say yes."}]
+    [ended] = llm.chat(messages, greedy(40), progress=False)
+    assert ended.finish_reason is FinishReason.STOP
+    assert ended.token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert "<|im_end|>" not in ended.text
+    longer = ended.usage.completion_tokens + 3
+    [ignoring] = llm.chat(messages, greedy(longer, ignore_eos=True), progress=False)
+    assert (ignoring.finish_reason, ignoring.usage.completion_tokens) == (FinishReason.LENGTH, longer)
+
+
+def test_several_conversations_are_answered_in_order(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("What is 2+2?", "Name a colour.")]
+    together = llm.chat(conversations, greedy(5), progress=False)
+    assert [o.text for o in together] == [llm.chat(c, greedy(5), progress=False)[0].text for c in conversations]
+
+
+def test_a_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
+    params = SamplingParams(seed=7, max_tokens=6)
+    [alone] = llm.generate("Once upon a time", params)
+    other = SamplingParams(max_tokens=6)
+    assert llm.generate(["Hi", "Once upon a time", "A"], [other, params, other])[1].token_ids == alone.token_ids
+
+
+def test_logprobs_come_one_per_token(llm: LLM) -> None:
+    [output] = llm.generate(CONTRACT, greedy(3, logprobs=5))
+    assert output.logprobs is not None
+    assert [entry.token_ids[0] for entry in output.logprobs] == output.token_ids
+    expected = dict(map(tuple, CASES["capital"]["first_step_top5"]))
+    best = dict(zip(output.logprobs[0].token_ids[1:], output.logprobs[0].logprobs[1:], strict=True))
+    assert best == pytest.approx(expected, abs=1e-3)
+
+
+BAD_PROMPTS = [
+    ("", "prompt must hold at least one token"),
+    ([], "prompts must not be empty"),
+    ([""], "prompt must hold at least one token"),
+    ([[]], "prompt must hold at least one token"),
+    (["Hi", ""], r"prompts\[1\] must hold at least one token"),
+    (["Hi", [1, 49152]], r"prompts\[1\].*49151.*49152"),
+    ([-1], "prompt"),
+    ([1.5], "prompt"),
+    ([True], "prompt"),
+    ([None], "prompt"),
+    ([[1, "a"]], "prompt"),
+    (["Hi", 5], r"prompts\[1\]"),
+    ("ab\ud83dcd", "prompt.*surrogate"),
+    ([1] * 8192, "8192"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "message"), BAD_PROMPTS)
+def test_a_bad_prompt_is_named_and_nothing_is_queued(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, greedy(2), progress=False)
+    assert not llm.engine.has_work
+    assert llm.generate(CONTRACT, greedy(1), progress=False)[0].text == " Paris"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": [49152]}, "stop_token_ids"),
+    ],
+)
+def test_a_bad_sampling_parameter_is_named(llm: LLM, fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        llm.generate(["Hi", "Ho"], [SamplingParams(max_tokens=1), SamplingParams(**fields)], progress=False)
+    assert not llm.engine.has_work
+
+
+def test_as_many_sampling_parameters_as_prompts_are_needed(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="sampling_params"):
+        llm.generate(["Hi", "Ho"], [greedy(1)], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must not be empty"),
+        ([[]], r"messages\[0\] must not be empty"),
+        ([{"role": "wizard", "content": "Hi"}], r"messages\[0\].role.*wizard"),
+        ([{"content": "Hi"}], r"messages\[0\].role"),
+    ],
+)
+def test_a_bad_conversation_is_named(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, greedy(1), progress=False)
+
+
+def test_leaving_a_stream_aborts_it_and_harms_no_other(llm: LLM) -> None:
+    kept, left = llm.stream(CONTRACT, greedy(8)), llm.stream("1, 2, 3,", greedy(500))
+    pieces = [next(kept)]
+    next(left)
+    left.close()
+    pieces += kept
+    assert "".join(piece.text_delta for piece in pieces) == llm.generate(CONTRACT, greedy(8))[0].text
+
+
+def test_an_interrupt_aborts_the_call_and_leaves_the_model_usable(llm: LLM) -> None:
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Once upon a time"] * 4, greedy(4000, ignore_eos=True), progress=False)
+    timer.join()
+    assert llm.generate(CONTRACT, greedy(2), progress=False)[0].text == " Paris."
+
+
+def test_it_works_in_another_thread(llm: LLM) -> None:
+    outputs: list[RequestOutput] = []
+    thread = threading.Thread(target=lambda: outputs.extend(llm.generate(CONTRACT, greedy(2), progress=False)))
+    thread.start()
+    thread.join()
+    assert outputs[0].text == " Paris."
+
+
+def test_the_progress_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([CONTRACT] * 2, greedy(1))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "2/2" in captured.err
+
+
+def test_a_closed_model_refuses_work_and_closes_twice() -> None:
+    with LLM("smollm2-135m", load_format="dummy", dtype="float32", num_pages=4) as other:
+        other.generate([5], greedy(1), progress=False)
+    other.close()
+    with pytest.raises(ValueError, match="closed"):
+        other.generate([5], greedy(1), progress=False)
+
+
+def test_an_unknown_engine_setting_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="pagesize"):
+        LLM("smollm2-135m", pagesize=16)
+    with pytest.raises(ValueError, match="page_size"):
+        LLM("smollm2-135m", page_size=0)
