@@ -106,7 +106,7 @@ def run_shell(llm: LLM, params: SamplingParams, *, system: str | None = None, st
     stdin = sys.stdin if stdin is None else stdin
     interactive = stdin.isatty() and sys.stdout.isatty()
     shell = Shell(Conversation(llm, params, system), Console(highlight=False))
-    messages = _TerminalInput(llm.engine.config.model) if interactive else _LineInput(stdin)
+    messages = TerminalInput(llm.engine.config.model) if interactive else LineInput(stdin)
     while True:
         try:
             text = messages.read().strip()
@@ -170,8 +170,8 @@ class Shell:
         for label, show in _STATS.items():
             table.add_row(label, *(show(turn) for turn in columns))
         stats = self.conversation.llm.engine.stats()
-        used = stats.num_pages - stats.num_free_pages
-        table.add_row("KV pages in use", f"{used} of {stats.num_pages}", f"{used / stats.num_pages:.1%}")
+        cached = stats.num_cached_pages + stats.num_used_pages
+        table.add_row("KV pages filled", f"{cached} of {stats.num_pages}", f"{cached / stats.num_pages:.1%}")
         return table
 
     def _write(self, text: str) -> None:
@@ -189,7 +189,7 @@ _STATS: Mapping[str, Callable[[TurnStats], str]] = {
 }
 
 
-class _LineInput:
+class LineInput:
     """Messages from a pipe or a file, one a line; a backslash at the end of a line continues the message."""
 
     def __init__(self, stdin: TextIO) -> None:
@@ -207,7 +207,7 @@ class _LineInput:
         return "\n".join(lines)
 
 
-class _TerminalInput:
+class TerminalInput:
     """Messages from a person: history, editing, multi-line text and paste."""
 
     def __init__(self, model: str) -> None:

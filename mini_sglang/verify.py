@@ -66,7 +66,8 @@ def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable
     source = resolve_model(config.model, source=config.model_source, revision=config.revision)
     tokenizer = load_tokenizer(source)
     equal = _tokenizers_agree(source, tokenizer, report)
-    prompts = {name: tokenizer.encode(text) for name, text in PROMPTS.items()}
+    longest = load_model_config(source).context_length - max_tokens  # small models take beginnings of long prompts
+    prompts = {name: tokenizer.encode(text)[:longest] for name, text in PROMPTS.items()}
     for comparison in compare(config, source, prompts, max_tokens):
         equal &= comparison.first_difference is None
         for line in _describe(comparison, tokenizer):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def builtin_tokenizer(builtin_model: ModelSource) -> MiniTokenizer:
 @pytest.fixture(scope="session")
 def llm() -> Iterator[mini_sglang.LLM]:
     """The built-in model in float32, where its greedy output is defined token for token. Leave nothing behind in it."""
-    with mini_sglang.LLM("smollm2-135m", dtype="float32", num_pages=512) as llm:
+    with mini_sglang.LLM("smollm2-135m", dtype="float32", num_pages=512, num_threads=1) as llm:
         yield llm
 
 
@@ -245,10 +246,14 @@ def deinterleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
 
 def gguf_name(name: str) -> str:
     """The GGUF name of a Hugging Face tensor, by the gguf package's own table."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 64)
-    found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    found: str | None = _name_map().get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
+
+
+@functools.cache
+def _name_map() -> Any:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: Any) -> None:

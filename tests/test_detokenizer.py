@@ -1,4 +1,4 @@
-"""Joined pieces equal the whole decode, for every token sequence; stop strings are cut exactly, however text arrives."""
+"""Joined pieces equal the whole decode, for every token sequence; stop strings are cut exactly however text comes."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,20 @@ def test_equal_prompts_in_one_batch_get_equal_answers(llm: LLM) -> None:
 
 
 def test_a_stream_yields_what_generate_returns(llm: LLM) -> None:
-    outputs = list(llm.stream(CONTRACT, greedy(8)))
-    [whole] = llm.generate(CONTRACT, greedy(8))
+    outputs = list(llm.stream(CONTRACT, greedy(5)))
+    [whole] = llm.generate(CONTRACT, greedy(5))
     assert "".join(output.text_delta for output in outputs) == whole.text == outputs[-1].text
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
 def test_streams_and_generate_may_interleave(llm: LLM) -> None:
-    first, second = llm.stream(CONTRACT, greedy(8)), llm.stream("1, 2, 3,", greedy(8))
+    first, second = llm.stream(CONTRACT, greedy(4)), llm.stream("1, 2, 3,", greedy(4))
     texts = [next(first).text_delta, next(second).text_delta]
-    [between] = llm.generate("a, b, c, d,", greedy(12))
+    [between] = llm.generate("a, b, c, d,", greedy(6))
     texts[1] += "".join(output.text_delta for output in second)
     texts[0] += "".join(output.text_delta for output in first)
-    assert texts == [llm.generate(prompt, greedy(8))[0].text for prompt in (CONTRACT, "1, 2, 3,")]
-    assert between.text == llm.generate("a, b, c, d,", greedy(12))[0].text
+    assert texts == [llm.generate(prompt, greedy(4))[0].text for prompt in (CONTRACT, "1, 2, 3,")]
+    assert between.text == llm.generate("a, b, c, d,", greedy(6))[0].text
 
 
 def test_a_stop_string_ends_a_request(llm: LLM) -> None:
@@ -99,10 +100,10 @@ def test_a_stop_string_ends_a_request(llm: LLM) -> None:
 
 
 def test_text_held_back_for_a_stop_string_is_not_lost(llm: LLM) -> None:
-    [plain] = llm.generate(CONTRACT, greedy(10))
+    [plain] = llm.generate(CONTRACT, greedy(6))
     stop = [plain.text[-4:] + "QQQ", "isx"]
-    assert llm.generate(CONTRACT, greedy(10, stop=stop))[0].text == plain.text
-    assert "".join(output.text_delta for output in llm.stream(CONTRACT, greedy(10, stop=stop))) == plain.text
+    assert llm.generate(CONTRACT, greedy(6, stop=stop))[0].text == plain.text
+    assert "".join(output.text_delta for output in llm.stream(CONTRACT, greedy(6, stop=stop))) == plain.text
 
 
 def test_a_stop_token_ends_a_request_without_its_text(llm: LLM) -> None:
@@ -112,7 +113,7 @@ def test_a_stop_token_ends_a_request_without_its_text(llm: LLM) -> None:
 
 
 def test_an_end_token_ends_a_chat_unless_ignored(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "Say yes."}]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
     [ended] = llm.chat(messages, greedy(40), progress=False)
     assert ended.finish_reason is FinishReason.STOP
     assert ended.token_ids[-1] in llm.tokenizer.eos_token_ids
@@ -209,12 +210,12 @@ def test_a_bad_conversation_is_named(llm: LLM, messages: Any, message: str) -> N
 
 
 def test_leaving_a_stream_aborts_it_and_harms_no_other(llm: LLM) -> None:
-    kept, left = llm.stream(CONTRACT, greedy(8)), llm.stream("1, 2, 3,", greedy(500))
+    kept, left = llm.stream(CONTRACT, greedy(5)), llm.stream("1, 2, 3,", greedy(500))
     pieces = [next(kept)]
     next(left)
     left.close()
     pieces += kept
-    assert "".join(piece.text_delta for piece in pieces) == llm.generate(CONTRACT, greedy(8))[0].text
+    assert "".join(piece.text_delta for piece in pieces) == llm.generate(CONTRACT, greedy(5))[0].text
 
 
 def test_an_interrupt_aborts_the_call_and_leaves_the_model_usable(llm: LLM) -> None:
@@ -241,12 +242,20 @@ def test_the_progress_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture
     assert "2/2" in captured.err
 
 
-def test_a_closed_model_refuses_work_and_closes_twice() -> None:
-    with LLM("smollm2-135m", load_format="dummy", dtype="float32", num_pages=4) as other:
+def test_a_closed_model_refuses_work_and_closes_twice(write_checkpoint: Callable[..., Any]) -> None:
+    with LLM(str(write_checkpoint("llama").path), num_pages=4, num_threads=1) as other:
         other.generate([5], greedy(1), progress=False)
     other.close()
     with pytest.raises(ValueError, match="closed"):
         other.generate([5], greedy(1), progress=False)
+
+
+def test_two_models_live_side_by_side(llm: LLM, write_checkpoint: Callable[..., Any]) -> None:
+    with LLM(str(write_checkpoint("qwen2").path), num_pages=4, num_threads=1) as other:
+        first, second = llm.stream(CONTRACT, greedy(2)), other.stream([5, 6], greedy(2))
+        next(first), next(second)
+        assert [output.text_delta for output in first] == ["."]
+        assert [output.finished for output in second] == [True]
 
 
 def test_an_unknown_engine_setting_is_refused_by_name() -> None:

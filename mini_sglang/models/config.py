@@ -94,7 +94,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            context_length=_stretched(trained_length, rope_scaling),
+            context_length=stretched_length(trained_length, rope_scaling),
             rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -230,7 +230,7 @@ _ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any], int, int], RopeScaling]
 }
 
 
-def _stretched(trained_length: int, scaling: RopeScaling | None) -> int:
+def stretched_length(trained_length: int, scaling: RopeScaling | None) -> int:
     """The usable context. Checkpoints with yarn often keep the short length in `max_position_embeddings`."""
     if scaling is None or scaling.kind != "yarn":
         return trained_length

@@ -85,7 +85,7 @@ class Scheduler:
         self._launched: deque[tuple[ScheduledBatch, list[Request]]] = deque()
         self._num_slots = config.max_running_requests
         self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
-        self._expected_output = FIRST_EXPECTED_OUTPUT
+        self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
         self._counters = _Counters()
 
@@ -133,7 +133,7 @@ class Scheduler:
         del self._requests[request.request_id]
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._counters.finished += 1
-            self._expected_output += EXPECTED_OUTPUT_WEIGHT * (len(request.output_ids) - self._expected_output)
+            self.expected_output += EXPECTED_OUTPUT_WEIGHT * (len(request.output_ids) - self.expected_output)
         else:
             self._counters.aborted += 1
         self._leave(request)
@@ -263,7 +263,7 @@ class Scheduler:
 
     def _expected_pages(self, request: Request) -> int:
         """Pages that the request will have used when it ends, by the mean length of answers so far."""
-        left = max(self._expected_output - len(request.output_ids), self._page_size)
+        left = max(self.expected_output - len(request.output_ids), self._page_size)
         return self.kv.pages_for(min(request.num_tokens + int(left), request.max_num_tokens - 1))
 
     def _expected_to_fit(self, request: Request, match: Match, growth: int) -> bool:

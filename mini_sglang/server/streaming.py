@@ -59,17 +59,23 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self._events = events
+        self._started = False
         self.init_headers(
             {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything. Raises what the generator raises before its first event."""
-        await while_connected(receive, self._send_all(send))
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientDisconnected:
+            if not self._started:
+                raise
 
     async def _send_all(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             first = await anext(events)
+            self._started = True
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             try:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
-from mini_sglang.models.config import ModelConfig, RopeScaling, eos_token_ids
+from mini_sglang.models.config import ModelConfig, RopeScaling, eos_token_ids, stretched_length
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 
@@ -102,7 +102,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.optional(name, head_dim) != head_dim:
             raise ValueError(f"GGUF {name} {keys.optional(name, head_dim)} must equal the head size {head_dim}")
-    context_length = int(keys.required("context_length"))
+    trained_length = int(keys.required("context_length"))
+    rope_scaling = _rope_scaling(keys, head_dim, trained_length)
     embedding = file.tensors.get("token_embd.weight")
     return ModelConfig(
         architecture=architecture,
@@ -113,10 +114,10 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=keys.head_count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        context_length=context_length,
+        context_length=stretched_length(trained_length, rope_scaling),
         rms_norm_eps=_as_written(keys.required("attention.layer_norm_rms_epsilon")),
         rope_theta=_as_written(keys.optional("rope.freq_base", 10000.0)),
-        rope_scaling=_rope_scaling(keys, head_dim, context_length),
+        rope_scaling=rope_scaling,
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         attention_output_bias="blk.0.attn_output.bias" in file.tensors,
@@ -173,7 +174,7 @@ def gguf_end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(int(token_id) for token_id in [*named, *by_text] if token_id is not None)
 
 
-def _rope_scaling(keys: _Keys, head_dim: int, context_length: int) -> RopeScaling | None:
+def _rope_scaling(keys: _Keys, head_dim: int, trained_length: int) -> RopeScaling | None:
     if "rope_freqs.weight" in keys.file.tensors:
         theta = _as_written(keys.optional("rope.freq_base", 10000.0))
         info = keys.file.tensors["rope_freqs.weight"]
@@ -191,7 +192,7 @@ def _rope_scaling(keys: _Keys, head_dim: int, context_length: int) -> RopeScalin
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_context_length=int(keys.optional("rope.scaling.original_context_length", context_length)),
+        original_context_length=int(keys.optional("rope.scaling.original_context_length", trained_length)),
         beta_fast=_as_written(keys.optional("rope.scaling.yarn_beta_fast", 32.0)),
         beta_slow=_as_written(keys.optional("rope.scaling.yarn_beta_slow", 1.0)),
         attention_factor=None if extra == 1.0 else extra * (0.1 * math.log(factor) + 1.0),

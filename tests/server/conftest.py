@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+import itertools
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from mini_sglang.config import ServerConfig
@@ -18,7 +20,8 @@ from mini_sglang.server.app import create_app
 from mini_sglang.tokenizer import Tokenizer
 
 CONTEXT_LENGTH = 512
-POOL_TOKENS = 400
+PAGE_SIZE = 16
+NUM_PAGES = 25  # 400 tokens, fewer than the context
 
 
 class Call(NamedTuple):
@@ -32,14 +35,16 @@ class Call(NamedTuple):
 
 
 class ScriptedEngine:
-    """Answers every prompt with `tokens`, one at a time, honouring limits, stop strings and ignore_eos.
+    """Answers every prompt with `tokens`, one at a time, over and over with ignore_eos; limits and stop strings hold.
 
-    `pause_after` tokens it waits until the request is aborted or left; `error` is raised where it should have answered.
+    After `pause_after` tokens it waits until the request is aborted or left; after `fail_after` it gives an error.
+    `error` is raised by every method that asks the engine.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.tokens = [*tokenizer.encode("Hello there, dear friend."), min(tokenizer.eos_token_ids)]
+        self.eos = min(tokenizer.eos_token_ids)
+        self.tokens = [*tokenizer.encode("Hello there, dear friend."), self.eos]
         self.pause_after: int | None = None
         self.fail_after: int | None = None
         self.error: Exception | None = None
@@ -52,9 +57,9 @@ class ScriptedEngine:
             device="cpu",
             vocab_size=tokenizer.vocab_size,
             context_length=CONTEXT_LENGTH,
-            page_size=16,
-            num_pages=POOL_TOKENS // 16,
-            max_prompt_tokens=POOL_TOKENS,
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+            max_prompt_tokens=NUM_PAGES * PAGE_SIZE,
             max_running_requests=4,
             eos_token_ids=sorted(tokenizer.eos_token_ids),
             pid=0,
@@ -84,15 +89,83 @@ class ScriptedEngine:
         aborted = self.running[request_id] = asyncio.Event()
         finished = False
         try:
-            while not finished:
-                count = len(processor.generated_ids) if hasattr(processor, "generated_ids") else self._count(processor)
+            for count in itertools.count():
+                await asyncio.sleep(0)
                 if count == self.pause_after:
                     await aborted.wait()
-                await asyncio.sleep(0)
-                output = processor.push(self._next(request_id, count, params, aborted.is_set()))
+                output = processor.push(self._token(request_id, count, params))
                 finished = output.finished
                 yield output
+                if finished:
+                    return
         finally:
             del self.running[request_id]
             if not finished:
                 self.left_early.append(request_id)
+
+    def _token(self, request_id: str, count: int, params: SamplingParams) -> TokenOutput:
+        if count == self.pause_after:  # and aborted
+            return TokenOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
+        if count == self.fail_after:
+            error = "the step failed"
+            return TokenOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=error)
+        token_id = self.tokens[count % len(self.tokens)]
+        reason = None
+        if token_id == self.eos and not params.ignore_eos:
+            reason = FinishReason.STOP
+        elif count + 1 == params.max_tokens:
+            reason = FinishReason.LENGTH
+        return TokenOutput(
+            request_id=request_id,
+            token_ids=[token_id],
+            logprobs=None if params.logprobs is None else [scripted_logprobs(token_id, params.logprobs)],
+            finish_reason=reason,
+            stop_token_id=token_id if reason is FinishReason.STOP else None,
+        )
+
+    def abort(self, request_id: str) -> bool:
+        if request_id in self.running:
+            self.running[request_id].set()
+        return request_id in self.running
+
+    async def ping(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def stats(self) -> SchedulerStats:
+        await self.ping()
+        fields = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
+        return SchedulerStats(**{**fields, "num_pages": NUM_PAGES, "num_free_pages": NUM_PAGES})
+
+    async def flush_cache(self) -> int:
+        await self.ping()
+        return 3
+
+
+def scripted_logprobs(token_id: int, count: int) -> TokenLogprobs:
+    """The token itself at -0.5, and as alternatives the first `count` ids from 1000 on, the last one impossible."""
+    others = [-1.0 - index for index in range(count)]
+    if others:
+        others[-1] = float("-inf")
+    return TokenLogprobs([token_id, *range(1000, 1000 + count)], [-0.5, *others])
+
+
+@pytest.fixture
+def engine(builtin_tokenizer: Tokenizer) -> ScriptedEngine:
+    return ScriptedEngine(builtin_tokenizer)
+
+
+@pytest.fixture
+def make_app(engine: ScriptedEngine, builtin_tokenizer: Tokenizer) -> Callable[..., FastAPI]:
+    """`make_app(**fields of ServerConfig)`."""
+
+    def make(**fields: Any) -> FastAPI:
+        return create_app(engine, builtin_tokenizer, ServerConfig(**fields))
+
+    return make
+
+
+@pytest.fixture
+def client(make_app: Callable[..., FastAPI]) -> TestClient:
+    """A client of a server with default settings; an exception in a route is a 500, as for a real client."""
+    return TestClient(make_app(), raise_server_exceptions=False)

@@ -1,0 +1,138 @@
+"""Streams as a client sees them on the wire, and clients that leave: spoken to in ASGI, to see every message."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+ROUTES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/generate": {"prompt": "Hi"},
+}
+
+
+class Connection:
+    """One HTTP request over ASGI; `leave` is the client closing its socket."""
+
+    def __init__(self, app: FastAPI, route: str, body: dict[str, Any]) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.slow: asyncio.Event | None = None  # while set and not triggered, sending blocks
+        self._left = asyncio.Event()
+        self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": route,
+            "raw_path": route.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"test")],
+            "client": ("test", 1),
+            "server": ("test", 80),
+            "state": {},
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    def leave(self) -> None:
+        self._left.set()
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message["body"] for message in self.sent if message["type"] == "http.response.body"]
+
+    async def _receive(self) -> Any:
+        if self._incoming:
+            return self._incoming.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if self.slow is not None:
+            await self.slow.wait()
+        self.sent.append(message)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_token_is_sent_when_it_is_there(make_app: Callable[..., FastAPI], engine: Any, route: str) -> None:
+    engine.pause_after = 3
+
+    async def scenario() -> None:
+        connection = Connection(make_app(), route, {**ROUTES[route], "stream": True})
+        opening = 1 if "chat" in route else 0
+        await until(lambda: len(connection.bodies) == 3 + opening)
+        assert connection.sent[0]["status"] == 200
+        assert all(body.startswith(b"data: {") and body.endswith(b"\n\n") for body in connection.bodies)
+        connection.leave()
+        await connection.task
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pause_after", [0, 2])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_client_that_leaves_ends_its_requests(
+    make_app: Callable[..., FastAPI], engine: Any, route: str, pause_after: int, stream: bool, n: int
+) -> None:
+    if route == "/generate" and n > 1:
+        pytest.skip("/generate has one choice")
+    engine.pause_after = pause_after
+
+    async def scenario() -> None:
+        app = make_app()
+        body = {**ROUTES[route], "stream": stream, **({"n": n} if n > 1 else {})}
+        connection = Connection(app, route, body)
+        await until(lambda: len(engine.running) == n)
+        connection.leave()
+        await connection.task
+        assert engine.running == {}
+        assert len(engine.left_early) == n
+        counted = app.state.context.metrics.render(None).decode()
+        assert f'requests_finished_total{{reason="abort"}} {n}.0' in counted
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_reader_holds_its_own_stream_only(make_app: Callable[..., FastAPI], engine: Any) -> None:
+    async def scenario() -> None:
+        app = make_app()
+        slow = Connection(app, "/generate", {"prompt": "Hi", "stream": True})
+        slow.slow = asyncio.Event()
+        quick = Connection(app, "/generate", {"prompt": "Hi", "stream": True})
+        await quick.task
+        assert quick.bodies[-2] == b"data: [DONE]\n\n"
+        assert slow.sent == []
+        slow.slow.set()
+        await slow.task
+        assert slow.bodies[-2] == b"data: [DONE]\n\n"
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_the_server_side_ends_the_request(make_app: Callable[..., FastAPI], engine: Any) -> None:
+    engine.pause_after = 1
+
+    async def scenario() -> None:
+        connection = Connection(make_app(), "/generate", {"prompt": "Hi", "stream": True})
+        await until(lambda: len(connection.bodies) == 1)
+        connection.task.cancel()
+        await asyncio.wait((connection.task,))
+        assert engine.running == {}
+
+    asyncio.run(scenario())

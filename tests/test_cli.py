@@ -1,0 +1,117 @@
+"""The command line: options come from the configuration, mistakes are one line and status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_sglang.cli import main
+from mini_sglang.config import EngineConfig, ServerConfig
+
+TINY = ["--dtype", "float32", "--num-pages", "16", "--num-threads", "1"]
+GREEDY = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos"]
+
+
+@pytest.fixture
+def tiny_model(write_checkpoint: Callable[..., Any]) -> Path:
+    path: Path = write_checkpoint("llama").path
+    return path
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status, whether `main` returns it or leaves by SystemExit as argparse does."""
+    try:
+        return main(arguments)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "verify", "pull"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    assert "smollm2-135m" in capsys.readouterr().out
+
+
+def test_serve_has_an_option_with_help_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for field in [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]:
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "nonsense"),
+        (["generate", "--max-tokens", "x"], "--max-tokens"),
+        (["generate", "-p", "a", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["generate", "-p", "a", "--temperature", "nan"], "temperature must be a finite number"),
+        (["generate", "-p", "a", "--page-size", "0"], "page_size must be an integer of at least 1"),
+        (["generate", "-p", "a", "--dtype", "int3"], "--dtype"),
+        (["generate", "-p", "a", "one", "--model", "two"], "model was given twice"),
+        (["generate", "-p", "a", "./no-such-folder"], "no-such-folder"),
+        (["serve", "--port", "70000"], "port must be between 0 and 65535"),
+        (["serve", "--no-such-option"], "--no-such-option"),
+        (["verify", "./no-such-folder"], "no-such-folder"),
+        (["pull", "./no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_generate_prints_the_text_and_as_json_all_of_it(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(tiny_model), "-p", "Once upon", *TINY, *GREEDY]
+    assert run(arguments) == 0
+    text = capsys.readouterr().out
+    assert run([*arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert text == answer["text"] + "\n"
+    assert (answer["prompt"], len(answer["token_ids"]), answer["finish_reason"]) == ("Once upon", 5, "length")
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_generate_refuses_an_empty_prompt(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", str(tiny_model), "-p", "", *TINY]) == 2
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("mini-sglang: error: prompt must hold at least one token")
+    )
+
+
+def test_the_module_reads_a_prompt_from_a_pipe_and_obeys_a_closed_one(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "mini_sglang", "generate", str(tiny_model), *TINY, *GREEDY]
+    done = subprocess.run(command, input="Once upon", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+
+
+def test_model_and_shell_options_are_the_chat_command(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "mini_sglang", "--model", str(tiny_model), "--shell", *TINY, "--max-tokens", "4"]
+    done = subprocess.run(command, input="/help\nhello\n", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "/reset" in done.stdout
+
+
+def test_pull_prints_where_the_model_lies(builtin_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["pull", "smollm2-135m"]) == 0
+    assert capsys.readouterr().out.strip() == str(builtin_model.path)
+
+
+def test_verify_succeeds_on_a_model_that_agrees(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(tiny_model), "--max-tokens", "4", "--num-pages", "64", "--num-threads", "1"]) == 0
+    assert "equal to transformers on all prompts" in capsys.readouterr().out

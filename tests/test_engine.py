@@ -1,0 +1,145 @@
+"""The engine keeps every request's work apart: bad input, failed steps and aborts end one and leave the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.engine import Engine
+from mini_sglang.execution.executor import StepHandle
+from mini_sglang.request import FinishReason, SamplingParams
+from mini_sglang.scheduling.batch import ScheduledBatch
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(write_checkpoint: Any) -> Any:
+    engine = Engine(EngineConfig(model=str(write_checkpoint().path), dtype="float32", num_threads=1, num_pages=64))
+    yield engine
+    engine.close()
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    engine.scheduler.check()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "prompt must hold at least one token"),
+        ([5, 320], GREEDY, "between 0 and 319, got 320"),
+        ([-1], GREEDY, "between 0 and 319, got -1"),
+        ([1] * 300, GREEDY, "256"),
+        ([1], SamplingParams(max_tokens=0), "max_tokens must be at least 1, got 0"),
+        ([1], SamplingParams(temperature=float("nan")), "temperature must be a finite number"),
+        ([1], SamplingParams(top_p=0.0), "top_p must be in"),
+        ([1], SamplingParams(stop_token_ids=[320]), "stop_token_ids .* 320"),
+        ([1], SamplingParams(logit_bias={320: 1.0}), "logit_bias .* 320"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_harms_nobody(
+    engine: Engine, prompt: list[int], params: SamplingParams, message: str
+) -> None:
+    engine.add_request("good", [7, 8, 9], GREEDY)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", prompt, params)
+    assert list(run(engine)) == ["good"]
+
+
+def test_a_failed_step_ends_its_requests_with_the_error_and_spares_the_rest(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {}
+    for name, prompt in (("a", [3, 4, 5]), ("b", [6, 7, 8])):
+        engine.add_request(name, prompt, GREEDY)
+        expected |= run(engine)
+    launch = engine.executor.launch
+
+    def fail(batch: ScheduledBatch) -> StepHandle:
+        monkeypatch.setattr(engine.executor, "launch", launch)
+        raise MemoryError("no memory for this step")
+
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    monkeypatch.setattr(engine.executor, "launch", fail)
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error == "MemoryError: no memory for this step"
+    engine.add_request("b", [6, 7, 8], GREEDY)
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    assert run(engine) == expected
+
+
+def test_an_abort_frees_everything_at_any_moment(engine: Engine) -> None:
+    for steps in range(6):
+        engine.add_request("x", list(range(3, 40)), GREEDY)
+        for _ in range(steps):
+            engine.step()
+        engine.abort("x")
+        engine.abort("never existed")
+        assert run(engine) == {}
+        assert engine.stats().num_used_pages == 0
+    assert engine.stats().num_aborted == 6
+
+
+def test_seeded_requests_repeat_in_any_company_and_others_do_not(engine: Engine) -> None:
+    def draw(company: int, seed: int | None) -> list[int]:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, seed=seed)
+        engine.add_request("x", [9, 9, 9], params)
+        for index in range(company):
+            engine.add_request(str(index), [index + 3] * 5, SamplingParams(max_tokens=12, top_p=0.9))
+        return run(engine)["x"]
+
+    assert draw(0, 7) == draw(0, 7) == draw(6, 7)
+    assert draw(0, 8) != draw(0, 7)
+    assert len({tuple(draw(0, None)) for _ in range(4)}) > 1
+
+
+def test_logprobs_come_with_every_token(engine: Engine) -> None:
+    engine.add_request("x", [5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3))
+    seen = 0
+    while engine.has_work:
+        for output in engine.step():
+            assert output.logprobs is not None
+            (entry,) = output.logprobs
+            assert entry.token_ids[0] == output.token_ids[0] == entry.token_ids[1]
+            assert entry.logprobs[0] == entry.logprobs[1] >= entry.logprobs[2] >= entry.logprobs[3]
+            seen += 1
+    assert seen == 4
+
+
+def test_random_weights_depend_on_the_seed_alone(write_checkpoint: Any) -> None:
+    path = str(write_checkpoint().path)
+
+    def tokens(seed: int) -> list[int]:
+        config = EngineConfig(model=path, load_format="dummy", dtype="float32", num_threads=1, num_pages=64, seed=seed)
+        engine = Engine(config)
+        engine.add_request("x", [5, 6, 7], GREEDY)
+        result = run(engine)["x"]
+        engine.close()
+        return result
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_length": 1000}, "context_length must be at most the model's 256, got 1000"),
+        ({"weights": "packed"}, "weights=packed needs a 4-bit GGUF"),
+        ({"kv_cache_bytes": 100}, "kv_cache_bytes must hold at least two pages"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused_by_name(
+    write_checkpoint: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(EngineConfig(model=str(write_checkpoint().path), **settings))

@@ -1,0 +1,178 @@
+"""The contract: greedy output equals transformers token for token (float32, CPU), however the work is cut up.
+
+Every architecture, from safetensors and GGUF, alone and in a batch with ragged arrivals, with any chunk and page size,
+with prefix hits, with run-ahead, and when the pool is so small that requests are preempted.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.engine import Engine
+from mini_sglang.request import FinishReason, SamplingParams
+from mini_sglang.weights.hub import ModelSource
+
+REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())
+NUM_TOKENS = 20
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("write_checkpoint", {"family": "llama"}),
+    "llama, llama3 rope, tied": ("write_checkpoint", {"family": "llama", "rope": "llama3", "tie_word_embeddings": True}),
+    "llama, linear rope": ("write_checkpoint", {"family": "llama", "rope": "linear"}),
+    "llama, yarn rope, biases": (
+        "write_checkpoint",
+        {"family": "llama", "rope": "yarn", "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama gguf": ("write_gguf", {"family": "llama"}),
+    "llama gguf Q4_1": ("write_gguf", {"family": "llama", "kind": "Q4_1"}),
+    "qwen2": ("write_checkpoint", {"family": "qwen2", "sharded": True}),
+    "qwen2 gguf": ("write_gguf", {"family": "qwen2"}),
+    "qwen3": ("write_checkpoint", {"family": "qwen3"}),
+    "qwen3, wide heads, tied": (
+        "write_checkpoint",
+        {"family": "qwen3", "head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+}
+
+
+@contextmanager
+def running(model: str | Path, **settings: Any) -> Iterator[Engine]:
+    engine = Engine(EngineConfig(model=str(model), dtype="float32", num_threads=1, **settings))
+    try:
+        yield engine
+        assert not engine.has_work
+        engine.scheduler.check()
+    finally:
+        engine.close()
+
+
+def generate(
+    engine: Engine, prompts: list[list[int]], *, arrivals: int = 1000, num_tokens: int = NUM_TOKENS
+) -> list[list[int]]:
+    """Greedy output of each prompt; `arrivals` requests join at each step."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    waiting = list(enumerate(prompts))
+    for _ in range(10_000):
+        for index, prompt in waiting[:arrivals]:
+            engine.add_request(str(index), prompt, params)
+        del waiting[:arrivals]
+        for output in engine.step():
+            assert output.error is None, output.error
+            outputs[int(output.request_id)] += output.token_ids
+        if not waiting and not engine.has_work:
+            return outputs
+    raise RuntimeError("the requests did not end")
+
+
+def greedy(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    """What transformers makes of `prompt`: the whole sequence computed anew for every token."""
+    torch.set_num_threads(1)  # for models this small, waking a second thread takes longer than the work
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
+    return ids[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=list(CHECKPOINTS))
+def checkpoint(request: pytest.FixtureRequest) -> Any:
+    fixture, arguments = CHECKPOINTS[request.param]
+    write: Callable[..., Any] = request.getfixturevalue(fixture)
+    return write(**arguments)
+
+
+def ragged_prompts(count: int, vocab_size: int) -> list[list[int]]:
+    """Lengths 1 to 90; every third prompt begins like an earlier one, some end inside its pages, one is its whole."""
+    rng = random.Random(0)
+    prompts: list[list[int]] = []
+    for index in range(count):
+        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 2, 15, 16, 17, 40, 90]))]
+        if index % 3 == 2:
+            earlier = prompts[index - 2]
+            prompt = earlier[: rng.randint(0, len(earlier))] + prompt
+        prompts.append(prompt)
+    prompts[-1] = list(prompts[0])
+    return prompts
+
+
+def test_every_architecture_however_the_work_is_cut_up(checkpoint: Any) -> None:
+    prompts = ragged_prompts(16, 320)
+    expected = [greedy(checkpoint.model, prompt) for prompt in prompts]
+
+    def check(name: str, arrivals: int = 1000, optimistic: bool = False, **settings: Any) -> Engine:
+        with running(checkpoint.path, **settings) as engine:
+            if optimistic:  # the scheduler then admits more than the pool can hold
+                engine.scheduler.expected_output = 0.0
+            got = generate(engine, prompts, arrivals=arrivals)
+            wrong = [index for index in range(len(prompts)) if got[index] != expected[index]]
+            assert not wrong, f"{name}: requests {wrong} differ from transformers"
+        return engine
+
+    check("alone", max_running_requests=1, cache="naive")
+    check("batch of 16, ragged arrivals", arrivals=1)
+    for chunk in (1, 7, 64):
+        check(f"chunks of {chunk}", arrivals=3, max_prefill_tokens=max(chunk, 1), max_running_requests=16)
+    for page_size in (1, 3, 16):
+        with running(checkpoint.path, page_size=page_size) as engine:
+            assert generate(engine, prompts, arrivals=2) == expected, f"pages of {page_size}"
+            before = engine.stats()
+            assert generate(engine, prompts) == expected, f"pages of {page_size}, everything cached"
+            after = engine.stats()
+            reused = after.num_cached_tokens - before.num_cached_tokens
+            assert reused == sum(len(prompt) - 1 for prompt in prompts), "all but the last token of each prompt"
+    preempted = check("a pool of 160 tokens", optimistic=True, num_pages=40, page_size=4)
+    assert preempted.stats().num_preemptions > 0
+    ahead = check("run-ahead 1, small pool", optimistic=True, run_ahead=1, num_pages=40, page_size=4)
+    assert ahead.stats().num_preemptions > 0
+    check("run-ahead 2, chunks of 7", run_ahead=2, max_prefill_tokens=7, arrivals=2)
+    check("longest prefix first", schedule="lpm", max_running_requests=4)
+
+
+def test_end_tokens_stop_as_in_transformers(write_checkpoint: Any) -> None:
+    checkpoint = write_checkpoint("llama")
+    rng = random.Random(1)
+    with running(checkpoint.path, max_running_requests=8) as engine:
+        prompts = [[rng.randrange(3, 320) for _ in range(10)] for _ in range(30)]
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=60))
+        outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+        reasons: dict[str, FinishReason | None] = {}
+        while engine.has_work:
+            for output in engine.step():
+                outputs[output.request_id] += output.token_ids
+                reasons[output.request_id] = output.finish_reason
+    ended = 0
+    for index, prompt in enumerate(prompts):
+        expected = greedy(checkpoint.model, prompt, 60)
+        end = next((i for i, token in enumerate(expected) if token in (0, 2)), None)
+        assert outputs[str(index)] == (expected if end is None else expected[: end + 1])
+        assert reasons[str(index)] == (FinishReason.LENGTH if end is None else FinishReason.STOP)
+        ended += end is not None
+    assert ended, "the test wants prompts that end by themselves"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_prefill_tokens": 3, "page_size": 3},
+        {"num_pages": 20, "page_size": 4, "run_ahead": 1},
+    ],
+    ids=["as served", "chunks of 3, pages of 3", "80 tokens of pool, run-ahead"],
+)
+def test_the_built_in_model(builtin_model: ModelSource, settings: dict[str, Any]) -> None:
+    cases = REFERENCE["cases"]
+    with running(builtin_model.path, **settings) as engine:
+        for case in cases:
+            assert generate(engine, [case["prompt_ids"]]) == [case["output_ids_ignore_eos"]], case["name"]
+        together = generate(engine, [case["prompt_ids"] for case in cases])
+        assert together == [case["output_ids_ignore_eos"] for case in cases]

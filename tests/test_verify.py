@@ -1,0 +1,66 @@
+"""`verify` finds equality where there is equality, and says where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_sglang import EngineConfig
+from mini_sglang.verify import PROMPTS, Comparison, compare, load_reference, reference_greedy, verify_model
+from mini_sglang.weights.hub import ModelSource
+
+
+def config_of(checkpoint: Any) -> EngineConfig:
+    return EngineConfig(model=str(checkpoint.path), num_pages=64, num_threads=1)
+
+
+def test_the_reference_for_the_builtin_model_is_the_recorded_one(builtin_model: ModelSource) -> None:
+    recorded = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())["cases"][0]
+    ids, margins = reference_greedy(load_reference(builtin_model), recorded["prompt_ids"], 8)
+    assert ids == recorded["output_ids_ignore_eos"][:8]
+    assert margins == pytest.approx(recorded["top2_margins"][:8], abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_folder_of_safetensors_equals_transformers(write_checkpoint: Callable[..., Any], family: str) -> None:
+    lines: list[str] = []
+    assert verify_model(config_of(write_checkpoint(family)), max_tokens=6, report=lines.append)
+    assert sum(line.endswith(": equal") for line in lines) == len(PROMPTS) >= 13
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "tied"), [("llama", "llama3", False), ("llama", "yarn", True), ("qwen2", "linear", False)]
+)
+def test_a_gguf_file_equals_transformers_with_our_weights(
+    write_gguf: Callable[..., Any], family: str, rope: str, tied: bool
+) -> None:
+    checkpoint = write_gguf(family, kind="Q8_0", rope=rope, tie_word_embeddings=tied)
+    assert verify_model(config_of(checkpoint), max_tokens=6, report=lambda line: None)
+
+
+def test_other_weights_are_found_out(write_checkpoint: Callable[..., Any]) -> None:
+    ours, other = write_checkpoint("llama", seed=0), write_checkpoint("llama", seed=1)
+    [comparison] = compare(config_of(ours), other.source, {"prompt": [5, 6, 7]}, 6)
+    assert comparison.first_difference is not None
+
+
+def test_other_weights_fail_the_whole_verification(
+    write_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, other = write_checkpoint("llama", seed=0), write_checkpoint("llama", seed=1)
+    monkeypatch.setattr("mini_sglang.verify.load_reference", lambda source: load_reference(other.source))
+    lines: list[str] = []
+    assert not verify_model(config_of(ours), max_tokens=6, report=lines.append)
+    assert "DIFFERENT" in lines[-1]
+    [difference] = [line for line in lines if "differs" in line][:1]
+    assert "where the best logit leads the second by" in difference
+
+
+def test_the_first_difference_is_the_first() -> None:
+    comparison = Comparison("p", [1], [5, 6, 7, 8], [5, 6, 9, 9], [0.1, 0.2, 0.3, 0.4])
+    assert comparison.first_difference == 2
+    assert Comparison("p", [1], [5], [5], [0.1]).first_difference is None

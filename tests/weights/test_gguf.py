@@ -1,0 +1,129 @@
+"""What GGUF files hold: every supported type, and a clear word about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.weights.gguf import hf_name, open_gguf
+from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.model_config import config_from_gguf
+from mini_sglang.weights.tensor import WeightsError
+
+CONFIG = ModelConfig(
+    architecture="qwen2",
+    vocab_size=8,
+    hidden_size=256,
+    intermediate_size=256,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=128,
+    context_length=16,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+)
+
+
+def write_raw(path: Path, kind: gguf.GGMLQuantizationType, rows: int = 6, columns: int = 512) -> np.ndarray[Any, Any]:
+    """One tensor of random blocks; returns the stored bytes by row."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    stored = np.random.default_rng(0).integers(0, 64, (rows, columns // block_size * block_bytes), np.uint8)
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_tensor("blk.0.ffn_up.weight", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_values_are_the_gguf_packages(tmp_path: Path, kind: str) -> None:
+    quantisation = gguf.GGMLQuantizationType[kind]
+    stored = write_raw(tmp_path / "raw.gguf", quantisation)
+    expected = gguf.quants.dequantize(stored, quantisation).reshape(6, 512)
+    tensor = open_gguf(GGUFFile(tmp_path / "raw.gguf"), CONFIG)["model.layers.0.mlp.up_proj.weight"]
+    assert tensor.shape == (6, 512)
+    assert torch.equal(tensor.dense(), torch.from_numpy(expected))
+
+
+def test_many_rows_are_dequantised_in_parts(tmp_path: Path) -> None:
+    stored = write_raw(tmp_path / "raw.gguf", gguf.GGMLQuantizationType.Q8_0, rows=3000, columns=1024)
+    expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q8_0)
+    tensor = open_gguf(GGUFFile(tmp_path / "raw.gguf"), CONFIG)["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(tensor.dense(), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "TQ1_0"])
+def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    write_raw(tmp_path / "raw.gguf", gguf.GGMLQuantizationType[kind])
+    with pytest.raises(WeightsError, match=rf"blk\.0\.ffn_up\.weight \({kind}\).*supported are .*Q4_K"):
+        open_gguf(GGUFFile(tmp_path / "raw.gguf"), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("output_norm.weight", "model.norm.weight"),
+        ("output.weight", "lm_head.weight"),
+        ("blk.12.attn_q_norm.weight", "model.layers.12.self_attn.q_norm.weight"),
+        ("blk.0.attn_k.bias", "model.layers.0.self_attn.k_proj.bias"),
+        ("blk.0.ssm_a.weight", "blk.0.ssm_a.weight"),
+        ("something", "something"),
+    ],
+)
+def test_names(name: str, expected: str) -> None:
+    assert hf_name(name) == expected
+
+
+def test_metadata_equals_what_the_gguf_package_reads(write_gguf: Callable[..., Any]) -> None:
+    path = write_gguf("llama").path
+    expected = {
+        name: field.contents() for name, field in gguf.GGUFReader(path).fields.items() if not name.startswith("GGUF.")
+    }
+    assert GGUFFile(path).metadata == expected
+
+
+def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    for content, message in (
+        (b"", "holds 0 bytes"),
+        (b"PK\3\4" + bytes(100), "does not begin with 'GGUF'"),
+        (b"GGUF" + (1).to_bytes(4, "little") + bytes(100), "version 1"),
+        (b"GGUF" + (3).to_bytes(4, "big") + bytes(100), "version 50331648"),
+        (b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 100, "cut short"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            GGUFFile(path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba'"),
+        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.attention.value_length": 8}, "attention.value_length 8"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count 8"),
+        ({"llama.attention.head_count": [4, 2]}, "differs between layers"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope'"),
+        ({"llama.block_count": None}, "no llama.block_count"),
+    ],
+)
+def test_metadata_that_is_not_supported_is_named(
+    write_gguf: Callable[..., Any], entries: dict[str, Any], message: str
+) -> None:
+    file = GGUFFile(write_gguf("llama").path)
+    file.metadata.update(entries)
+    with pytest.raises(ValueError) as error:
+        config_from_gguf(file)
+    assert message in str(error.value)
