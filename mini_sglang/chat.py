@@ -27,7 +27,8 @@ HELP = """\
 /help          this list
 /exit          leave (so does Ctrl-D)
 
-Enter sends. Alt-Enter, or a backslash at the end of the line, begins a new line. Ctrl-C stops an answer."""
+Enter sends; Alt-Enter, or a backslash before Enter, begins a new line.
+Ctrl-C stops an answer."""
 
 
 @dataclass(frozen=True)

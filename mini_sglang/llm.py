@@ -151,8 +151,10 @@ class LLM:
 
     def _render(self, messages: Conversation, template_arguments: Mapping[str, Any]) -> list[int]:
         for index, message in enumerate(messages):
-            if message.get("role") not in ROLES:  # most templates would write any role into the prompt
-                role = message.get("role")
+            if not isinstance(message, Mapping):
+                raise ValueError(f"messages[{index}] must be a mapping with role and content, got {message!r}")
+            role = message.get("role")
+            if role not in ROLES:  # most templates would write any role into the prompt
                 raise ValueError(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r}")
         return self.tokenizer.apply_chat_template(messages, **template_arguments)
 
@@ -167,23 +169,18 @@ class LLM:
     def _run_all(
         self, prompt_ids: list[list[int]], params: list[SamplingParams], names: list[str], progress: bool
     ) -> list[RequestOutput]:
-        requests = self._add_all(prompt_ids, params, names)
+        requests = {request.request_id: request for request in self._add_all(prompt_ids, params, names)}
         finished: dict[str, RequestOutput] = {}
         try:
             with _progress(len(requests), enabled=progress) as report:
                 while len(finished) < len(requests):
-                    self._step()
-                    num_tokens = 0
-                    for request in requests:
-                        while request.outputs:
-                            output = request.outputs.popleft()
-                            num_tokens += output.num_new_tokens
-                            if output.finished:
-                                finished[output.request_id] = output
-                    report(len(finished), num_tokens)
+                    ours = [request for request in self._step() if request.request_id in requests]
+                    outputs = [request.outputs.popleft() for request in ours]
+                    finished |= {output.request_id: output for output in outputs if output.finished}
+                    report(len(finished), sum(output.num_new_tokens for output in outputs))
         finally:
-            self._abort(requests)
-        return [finished[request.request_id] for request in requests]
+            self._abort(requests.values())
+        return [finished[request_id] for request_id in requests]
 
     def _add_all(self, prompt_ids: list[list[int]], params: list[SamplingParams], names: list[str]) -> list[_Running]:
         """Queue all of the requests or, if one is refused, none."""
@@ -206,8 +203,9 @@ class LLM:
                 requests.append(request)
         return requests
 
-    def _step(self) -> None:
-        """One engine step; its outputs go to the requests they belong to."""
+    def _step(self) -> list[_Running]:
+        """One engine step; returns the requests that got an output."""
+        served = []
         with _interrupt_deferred():
             for token_output in self.engine.step():
                 request = self._running.get(token_output.request_id)
@@ -215,10 +213,12 @@ class LLM:
                     continue
                 output = request.processor.push(token_output)
                 request.outputs.append(output)
+                served.append(request)
                 if output.finished:
                     del self._running[token_output.request_id]
                     if token_output.finish_reason is None:
                         self.engine.abort(token_output.request_id, FinishReason.STOP)
+        return served
 
     def _abort(self, requests: Iterable[_Running]) -> None:
         """End those of the requests that have not ended."""
@@ -264,18 +264,30 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         return [params] * count
     if len(params) != count:
         raise ValueError(f"sampling_params must be one for all or one for each of {count} prompts, got {len(params)}")
+    for item in params:
+        if not isinstance(item, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {item!r}")
     return list(params)
 
 
 @contextlib.contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Hold a Ctrl-C back until the block is left, since an interrupted step would leave the engine half changed."""
+    """Hold a Ctrl-C back until the block is left, since an interrupted step would leave the engine half changed.
+
+    A second one is not held back: that is for a step that hangs.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # no Python handler that could raise runs here
         return
     received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received:
+            handler(number, frame)
+        received.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

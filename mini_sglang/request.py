@@ -120,6 +120,7 @@ def _require_float(name: str, value: object, low: float, high: float) -> None:
 
 
 def _validate_stop(stop: list[str]) -> None:
+    _require_list("stop", stop)
     if len(stop) > MAX_STOP_STRINGS:
         raise ValueError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
     for text in stop:
@@ -127,7 +128,13 @@ def _validate_stop(stop: list[str]) -> None:
             raise ValueError(f"stop must hold non-empty strings, got {text!r}")
 
 
+def _require_list(name: str, value: object) -> None:
+    if not isinstance(value, (list, tuple)):  # a string would pass as a list of its characters
+        raise ValueError(f"{name} must be a list, got {value!r}")
+
+
 def _validate_token_ids(name: str, token_ids: list[int], vocab_size: int | None) -> None:
+    _require_list(name, token_ids)
     for token_id in token_ids:
         _require_int(name, token_id)
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
@@ -219,7 +226,7 @@ class GeneratedTokens:
     text_pieces: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """What a caller sees of a request so far, in text and tokens. `text_delta` is what the latest step added.
 

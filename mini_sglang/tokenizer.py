@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.weights.gguf_file import GGUFFile
-from mini_sglang.weights.gguf_tokenizer import special_tokens, tokenizer_json
+from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.model_config import end_token_ids, gguf_end_token_ids
 
@@ -128,23 +128,26 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
     Raises FileNotFoundError if there is none, ValueError if it is damaged or of a kind that is not supported.
     """
-    if source.kind == "gguf":
-        return _from_gguf(source.path)
-    folder = source.path
+    try:
+        return _from_gguf(source.path) if source.kind == "gguf" else _from_folder(source.path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"model {source.name!r}: {error}") from error
+    except Exception as error:  # the libraries raise plain Exception for malformed files
+        raise ValueError(f"model {source.name!r}: the tokenizer in {source.path} cannot be loaded: {error}") from error
+
+
+def _from_folder(folder: Path) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         loader: Any = PreTrainedTokenizerFast  # takes tokenizer.json as it is; AutoTokenizer may rebuild parts of it
     elif any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
-        from transformers import AutoTokenizer  # imports torch, which no other command of a tokenizer needs
+        from transformers import AutoTokenizer  # imports torch, which a tokenizer does not need otherwise
 
         loader = AutoTokenizer
     else:
-        raise FileNotFoundError(f"model {source.name!r}: {folder} holds no tokenizer.json and no tokenizer.model")
-    try:
-        tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the libraries raise plain Exception for malformed files
-        raise ValueError(f"model {source.name!r}: the tokenizer in {folder} cannot be loaded: {error}") from error
+        raise FileNotFoundError(f"{folder} holds no tokenizer.json and no tokenizer.model")
+    tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"model {source.name!r}: {type(tokenizer).__name__} has no fast tokenizer, which is needed")
+        raise ValueError(f"{type(tokenizer).__name__} has no fast form, which is needed")
     return Tokenizer(tokenizer, end_token_ids(folder))
 
 
@@ -153,7 +156,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     backend = TokenizerBackend.from_str(json.dumps(tokenizer_json(metadata), ensure_ascii=False))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=chat_templates(metadata),
         clean_up_tokenization_spaces=False,
         **special_tokens(metadata),
     )

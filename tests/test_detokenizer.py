@@ -25,15 +25,18 @@ SENTENCEPIECE = decoders.Sequence(
 SPACE_KEEPING = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
+PIECES = ["<unk>", "▁", "▁▁", "▁a", "b", "▁b▁", "日", "é"]
+FIRST_BYTE = len(PIECES)  # id of <0x00>
+
+
 def wrap(backend: Backend) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
 
 
 def piecewise(decoder: decoders.Decoder | None) -> Tokenizer:
     """A tokenizer with pieces of text and all byte tokens, as sentencepiece makes them."""
-    pieces = ["<unk>", "▁", "▁▁", "▁a", "b", "▁b▁", "日", "é"]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    vocab |= {f"<0x{byte:02X}>": len(pieces) + byte for byte in range(256)}
+    vocab = {piece: index for index, piece in enumerate(PIECES)}
+    vocab |= {f"<0x{byte:02X}>": FIRST_BYTE + byte for byte in range(256)}
     backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     if decoder is not None:
         backend.decoder = decoder
@@ -79,8 +82,8 @@ def test_text_comes_back_without_replacement_characters(builtin_tokenizer: Token
 )
 def test_pieces_equal_the_whole_decode_with_byte_fallback(decoder: decoders.Decoder | None) -> None:
     tokenizer = piecewise(decoder)
-    bytes_of_characters = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in "é日👨A".encode() + b"\xff\x80"]
-    some_id = st.sampled_from([*range(8), tokenizer.vocab_size - 1, tokenizer.vocab_size + 3, *bytes_of_characters])
+    byte_ids = [FIRST_BYTE + byte for byte in "é日👨A".encode() + b"\xff\x80"]
+    some_id = st.sampled_from([*range(FIRST_BYTE), tokenizer.vocab_size - 1, tokenizer.vocab_size + 3, *byte_ids])
 
     @settings(max_examples=400, deadline=None)
     @given(ids=st.lists(some_id, max_size=16))
@@ -106,7 +109,7 @@ def test_added_tokens_are_spelled_as_the_decoder_spells_them() -> None:
 
 def test_a_byte_run_is_given_out_as_soon_as_it_cannot_become_text() -> None:
     tokenizer = piecewise(SENTENCEPIECE)
-    first, broken = (tokenizer.backend.token_to_id(name) for name in ("<0xC3>", "<0xFF>"))
+    first, broken = FIRST_BYTE + 0xC3, FIRST_BYTE + 0xFF
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert detokenizer.push(first) == ""
     assert detokenizer.push(broken) == "\ufffd\ufffd"

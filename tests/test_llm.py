@@ -60,11 +60,11 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 def test_prompts_may_be_text_or_token_ids(llm: LLM) -> None:
     ids = llm.tokenizer.encode(CONTRACT)
-    texts = [
-        o.text for prompts in (CONTRACT, [CONTRACT], ids, [ids], (CONTRACT,)) for o in llm.generate(prompts, greedy(2))
-    ]
+    forms: list[Any] = [CONTRACT, [CONTRACT], ids, [ids], (CONTRACT,)]
+    texts = [output.text for prompts in forms for output in llm.generate(prompts, greedy(2), progress=False)]
     assert texts == [" Paris."] * 5
-    assert [output.text for output in llm.generate([CONTRACT, ids], greedy(2))] == [" Paris."] * 2
+    mixed: list[str | list[int]] = [CONTRACT, ids]
+    assert [output.text for output in llm.generate(mixed, greedy(2))] == [" Paris."] * 2
 
 
 def test_equal_prompts_in_one_batch_get_equal_answers(llm: LLM) -> None:
@@ -181,6 +181,8 @@ def test_a_bad_prompt_is_named_and_nothing_is_queued(llm: LLM, prompts: Any, mes
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"stop": [""]}, "stop"),
+        ({"stop": "abc"}, "stop must be a list"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
         ({"stop_token_ids": [49152]}, "stop_token_ids"),
     ],
 )
@@ -193,6 +195,9 @@ def test_a_bad_sampling_parameter_is_named(llm: LLM, fields: dict[str, Any], nam
 def test_as_many_sampling_parameters_as_prompts_are_needed(llm: LLM) -> None:
     with pytest.raises(ValueError, match="sampling_params"):
         llm.generate(["Hi", "Ho"], [greedy(1)], progress=False)
+    wrong: Any = {"temperature": 0}
+    with pytest.raises(ValueError, match="sampling_params"):
+        llm.generate("Hi", wrong, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +207,7 @@ def test_as_many_sampling_parameters_as_prompts_are_needed(llm: LLM) -> None:
         ([[]], r"messages\[0\] must not be empty"),
         ([{"role": "wizard", "content": "Hi"}], r"messages\[0\].role.*wizard"),
         ([{"content": "Hi"}], r"messages\[0\].role"),
+        (["Hi"], r"messages\[0\] must be a mapping"),
     ],
 )
 def test_a_bad_conversation_is_named(llm: LLM, messages: Any, message: str) -> None:

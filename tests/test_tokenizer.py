@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf_file import GGUFFile
-from mini_sglang.weights.gguf_tokenizer import tokenizer_json
+from mini_sglang.weights.gguf_tokenizer import chat_templates, tokenizer_json
 from mini_sglang.weights.hub import ModelSource
 
 Write = Callable[..., Any]
@@ -154,6 +154,12 @@ class TestFolders:
         with pytest.raises(FileNotFoundError, match=r"model 'tiny'.*no tokenizer\.json"):
             load_tokenizer(folder)
 
+    def test_a_damaged_tokenizer_in_a_gguf_is_named(self, write_gguf: Write) -> None:
+        path = write_gguf("llama").path
+        path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.mergex"))
+        with pytest.raises(ValueError, match=r"the tokenizer in .*\.gguf cannot be loaded: .*merges"):
+            load_tokenizer(ModelSource("x", path, "gguf"))
+
     def test_code_beside_a_tokenizer_is_never_run(self, folder: ModelSource) -> None:
         settings_file = folder.path / "tokenizer_config.json"
         content = json.loads(settings_file.read_text())
@@ -187,8 +193,9 @@ class TestChats:
 
     @pytest.mark.parametrize("name", ["tokenize", "chat_template", "return_tensors", "padding"])
     def test_template_arguments_cannot_reach_past_the_template(self, folder: ModelSource, name: str) -> None:
+        arguments: dict[str, Any] = {name: "x"}
         with pytest.raises(ValueError, match=f"chat_template_kwargs must not hold {name}"):
-            load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "a"}], **{name: "x"})
+            load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "a"}], **arguments)
 
     @pytest.mark.parametrize(
         ("template", "reason"),
@@ -267,6 +274,14 @@ class TestSentencePiece:
         metadata = sentencepiece_metadata()
         assert tokenizer_json(metadata)["post_processor"]["type"] == "TemplateProcessing"
         assert tokenizer_json({**metadata, "tokenizer.ggml.add_bos_token": False})["post_processor"] is None
+
+
+def test_a_gguf_may_hold_several_chat_templates() -> None:
+    metadata: dict[str, Any] = {"tokenizer.chat_template": "a"}
+    assert chat_templates({}) is None
+    assert chat_templates(metadata) == "a"
+    metadata |= {"tokenizer.chat_templates": ["tool_use", "rag"], "tokenizer.chat_template.tool_use": "b"}
+    assert chat_templates(metadata) == {"default": "a", "tool_use": "b"}
 
 
 class TestByteLevelKinds:

@@ -33,7 +33,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Draw one token per row. logits [R, vocab], any float dtype, left unchanged -> token ids [R] int64"""
     if not any(_changes_logits(params) for params in batch.params):
         if all(params.temperature == 0 for params in batch.params):
-            return logits.argmax(-1)
+            return logits.float().argmax(-1)  # several times faster than in bfloat16, the conversion included
         logits = logits.float()
     else:
         logits = logits.to(torch.float32, copy=True)

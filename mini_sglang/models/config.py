@@ -79,21 +79,19 @@ class ModelConfig:
         """
         family = _family(config)
         _refuse_unsupported(config)
-        num_heads = _required(config, "num_attention_heads")
-        num_kv_heads = _optional(config, "num_key_value_heads", num_heads)
-        head_dim = _optional(config, "head_dim", family.head_dim or _required(config, "hidden_size") // num_heads)
-        trained_length = _optional(config, "max_position_embeddings", family.context_length)
+        hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        trained_length = _size(config, "max_position_embeddings", family.context_length)
         rope_theta, rope_scaling = _rope(config, trained_length)
         attention_bias = family.qkv_bias or bool(config.get("attention_bias"))
         return cls(
             architecture=config["model_type"],
-            vocab_size=_required(config, "vocab_size"),
-            hidden_size=_required(config, "hidden_size"),
-            intermediate_size=_required(config, "intermediate_size"),
-            num_layers=_required(config, "num_hidden_layers"),
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_size(config, "intermediate_size"),
+            num_layers=_size(config, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=_size(config, "num_key_value_heads", num_heads),
+            head_dim=_size(config, "head_dim", family.head_dim or hidden_size // num_heads),
             context_length=stretched_length(trained_length, rope_scaling),
             rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
             rope_theta=rope_theta,
@@ -158,7 +156,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     layer_types = set(config.get("layer_types") or ())
     if not layer_types and config.get("use_sliding_window") and config.get("sliding_window"):
         # The layers from max_window_layers on slide; without the key transformers takes 28.
-        slides = _optional(config, "max_window_layers", 28) < _required(config, "num_hidden_layers")
+        slides = _optional(config, "max_window_layers", 28) < _size(config, "num_hidden_layers")
         layer_types = {"sliding_attention"} if slides else set()
     if layer_types - {"full_attention"}:
         kinds = ", ".join(sorted(layer_types - {"full_attention"}))
@@ -188,16 +186,16 @@ def _rope(config: Mapping[str, Any], trained_length: int) -> tuple[float, RopeSc
 
 
 def _read_linear(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
-    return RopeScaling(kind="linear", factor=float(_required(rope, "factor", "rope_scaling")))
+    return RopeScaling(kind="linear", factor=_factor(rope, "factor"))
 
 
 def _read_llama3(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
     return RopeScaling(
         kind="llama3",
-        factor=float(_required(rope, "factor", "rope_scaling")),
+        factor=_factor(rope, "factor"),
         original_context_length=original,
-        low_freq_factor=float(_required(rope, "low_freq_factor", "rope_scaling")),
-        high_freq_factor=float(_required(rope, "high_freq_factor", "rope_scaling")),
+        low_freq_factor=_factor(rope, "low_freq_factor"),
+        high_freq_factor=_factor(rope, "high_freq_factor"),
     )
 
 
@@ -256,10 +254,23 @@ def _first_id(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _required(config: Mapping[str, Any], key: str, where: str = "config.json") -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"{where} has no {key!r}")
-    return config[key]
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer; without a default it must be there."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"config.json has no {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {key!r} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def _factor(rope: Mapping[str, Any], key: str) -> float:
+    value = rope.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"the rope scaling of config.json needs a number {key!r}, got {value!r}")
+    return float(value)
 
 
 def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:

@@ -260,13 +260,19 @@ class KVCacheManager:
         holding = self._holdings[request]
         holding.spoiled = True
         keep = num_tokens // self.page_size
-        if holding.node is None or holding.node.dead:
+        if holding.node is None:
             return
         if holding.tail is not None:
             self._allocator.release(self._tree.remove_tail(holding.tail))
             holding.tail = None
         if holding.num_pages > keep:
             self._allocator.release(self._tree.detach(holding.node, holding.num_pages, keep))
+
+    def announce_again(self, request: Request) -> None:
+        """Send the request's whole page table with the next step, since the executor may not have taken in the last."""
+        holding = self._holdings[request]
+        holding.new_pages.clear()
+        self._announce(request, holding, 0, request.page_ids.copy())
 
     def is_spoiled(self, request: Request) -> bool:
         """Whether the request uses pages that some `spoil` cut out of the cache."""

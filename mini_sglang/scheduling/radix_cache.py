@@ -319,14 +319,17 @@ class RadixCache:
     def detach(self, node: Node, num_pages: int, keep: int) -> list[int]:
         """Cut everything beyond the first `keep` pages of the path to `node` out of the tree; returns the page ids.
 
-        `num_pages` is the number of pages from the root to the end of `node`. Locks on what was cut off stay valid.
+        `num_pages` is the number of pages from the root to the end of `node`, which may have been cut off further down
+        before. Locks on what was cut off stay valid.
         """
-        while num_pages - len(node.page_ids) >= keep and node.parent is not None:
+        while num_pages - len(node.page_ids) > keep and node.parent is not None:
             num_pages -= len(node.page_ids)
-            if num_pages == keep:
-                return self._cut(node)
             node = node.parent
-        self._split(node, keep - (num_pages - len(node.page_ids)))
+        if node.dead or num_pages <= keep:
+            return []
+        offset = keep - (num_pages - len(node.page_ids))
+        if offset > 0:
+            self._split(node, offset)
         return self._cut(node)
 
     def _cut(self, top: Node) -> list[int]:

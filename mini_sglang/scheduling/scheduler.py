@@ -383,6 +383,8 @@ class Scheduler:
         for request in [*self._running, *self._leaving]:
             if request.status is not RequestStatus.FINISHED and self.kv.is_spoiled(request):
                 self._restart(request)
+        for request in self._running:
+            self.kv.announce_again(request)
         self._note_read_steps()
         return outputs
 

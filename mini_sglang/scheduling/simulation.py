@@ -15,7 +15,7 @@ from mini_sglang.request import FinishReason, Request, TokenOutput
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 
-GARBAGE = -1  # fingerprint of a cell that a failed step should have written, and of all that was computed from it
+GARBAGE = -1  # fingerprint or token id that a failed step left, and all that was computed from one
 _MASK = (1 << 61) - 1
 
 
@@ -74,12 +74,13 @@ class SimulatedExecutor:
                 raise WrongPageError(f"slot {pages.slot} has {len(table)} pages and gains one at {pages.first_index}")
             table[pages.first_index : pages.first_index + len(pages.page_ids)] = pages.page_ids
         self._copy(batch.page_copies)
-        for row in batch.rows:  # all rows read before any row writes, as if they ran at the same time
-            self._read(row)
+        # All rows read before any row writes, as if they ran at the same time.
+        sound = [self._read(row) and not fail for row in batch.rows]
         written: dict[tuple[int, int], int] = {}
-        for row in batch.rows:
-            self._compute(row, written, fail)
-        sampled = [self._sample(row) for row in batch.rows if row.samples]
+        for row, is_sound in zip(batch.rows, sound, strict=True):
+            self._compute(row, written, is_sound)
+        pairs = zip(batch.rows, sound, strict=True)
+        sampled = [self._sample(row, is_sound) for row, is_sound in pairs if row.samples]
         return StepResult(sampled, [None] * len(sampled))
 
     def _take(self, new: NewRow) -> None:
@@ -98,7 +99,8 @@ class SimulatedExecutor:
         for (_, destination), cells in zip(copies, contents, strict=True):
             self._pages[destination] = cells
 
-    def _read(self, row: Row) -> None:
+    def _read(self, row: Row) -> bool:
+        """Whether the cells before `row` hold its beginning; False if some hold what a failed step left there."""
         slot, size = self._slot(row.slot), self._page_size
         end = row.start + row.count
         if end > len(slot.tokens) or end > len(slot.page_table) * size:
@@ -107,27 +109,26 @@ class SimulatedExecutor:
             before = slot.fingerprints[-1] if slot.fingerprints else slot.seed
             slot.fingerprints.append(fingerprint(before, slot.tokens[len(slot.fingerprints)]))
         cells = [cell for page in slot.page_table[: -(-row.start // size)] for cell in self._pages[page]]
-        if cells[: row.start] != slot.fingerprints[: row.start]:
-            wrong = next(i for i in range(row.start) if cells[i] != slot.fingerprints[i])
-            if GARBAGE not in cells[: row.start]:
-                raise WrongPageError(f"{row} finds foreign content at its token {wrong}")
-            slot.fingerprints[wrong:] = [GARBAGE] * (len(slot.fingerprints) - wrong)
+        if cells[: row.start] == slot.fingerprints[: row.start]:
+            return slot.fingerprints[end - 1] != GARBAGE
+        for position, (found, expected) in enumerate(zip(cells, slot.fingerprints[: row.start], strict=False)):
+            if found != expected and GARBAGE not in (found, expected):
+                raise WrongPageError(f"{row} finds foreign content at its token {position}")
+        return False
 
-    def _compute(self, row: Row, written: dict[tuple[int, int], int], fail: bool) -> None:
+    def _compute(self, row: Row, written: dict[tuple[int, int], int], is_sound: bool) -> None:
         slot, size = self._slot(row.slot), self._page_size
-        if fail:
-            slot.fingerprints[row.start :] = [GARBAGE] * (len(slot.fingerprints) - row.start)
         for position in range(row.start, row.start + row.count):
             cell = (slot.page_table[position // size], position % size)
             if cell in written:
                 raise WrongPageError(f"slots {written[cell]} and {row.slot} write the same cell {cell}")
             written[cell] = row.slot
-            self._pages[cell[0]][cell[1]] = slot.fingerprints[position]
+            self._pages[cell[0]][cell[1]] = slot.fingerprints[position] if is_sound else GARBAGE
 
-    def _sample(self, row: Row) -> int:
+    def _sample(self, row: Row, is_sound: bool) -> int:
         slot = self._slot(row.slot)
         end = row.start + row.count
-        token_id = next_token(slot.fingerprints[end - 1], self._vocab_size)
+        token_id = next_token(slot.fingerprints[end - 1], self._vocab_size) if is_sound else GARBAGE
         slot.tokens[end:] = [token_id]
         return token_id
 

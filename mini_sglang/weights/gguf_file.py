@@ -97,7 +97,9 @@ class _HeaderReader:
             key = self._string()
             metadata[key] = self._value(self._type(self._integer("<I")))
         raw = [self._tensor_entry() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
+        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"{self._path}: general.alignment must be a positive integer, got {alignment!r}")
         start = -(-self._position // alignment) * alignment
         return metadata, {entry[0]: self._tensor_info(*entry, start) for entry in raw}
 

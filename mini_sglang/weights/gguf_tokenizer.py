@@ -107,6 +107,14 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
+def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The chat template, or several by name ("default", "tool_use", …), as transformers takes them; None without."""
+    default = metadata.get("tokenizer.chat_template")
+    named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in metadata.get("tokenizer.chat_templates", [])}
+    named = {name: template for name, template in named.items() if template}
+    return {"default": default, **named} if default and named else default
+
+
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:

@@ -149,7 +149,10 @@ class _Keys:
         counts = set(value) if isinstance(value, list) else {value}
         if len(counts) != 1:
             raise ValueError(f"GGUF {name} differs between layers, which is not supported: {value}")
-        return int(counts.pop())
+        count = int(counts.pop())
+        if count < 1:
+            raise ValueError(f"GGUF {name} must be at least 1, got {count}")
+        return count
 
 
 def _as_written(value: float) -> float:
@@ -170,7 +173,8 @@ def gguf_end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     """All end tokens of a GGUF file: those that the metadata name, and control tokens with the text of one."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    by_text = [i for i, kind in enumerate(kinds) if kind == _CONTROL_TOKEN and tokens[i] in END_TOKEN_TEXTS]
+    typed = enumerate(zip(tokens, kinds, strict=False))
+    by_text = [i for i, (text, kind) in typed if kind == _CONTROL_TOKEN and text in END_TOKEN_TEXTS]
     return frozenset(int(token_id) for token_id in [*named, *by_text] if token_id is not None)
 
 

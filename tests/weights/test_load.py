@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from mini_sglang.models.config import ModelConfig
+from mini_sglang.weights.gguf import open_gguf
+from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
@@ -140,9 +143,9 @@ def test_missing_shards_are_named(write_checkpoint: Write) -> None:
 
 
 def test_cut_files_are_named(write_checkpoint: Write, write_gguf: Write) -> None:
-    folder, gguf = write_checkpoint("llama"), write_gguf("llama")
+    folder, packed = write_checkpoint("llama"), write_gguf("llama")
     config = load_model_config(folder.source)
-    for checkpoint, path in ((folder, folder.path / "model.safetensors"), (gguf, gguf.path)):
+    for checkpoint, path in ((folder, folder.path / "model.safetensors"), (packed, packed.path)):
         content = path.read_bytes()
         for length in (0, 10, 1000, len(content) - 10):
             path.write_bytes(content[:length])
@@ -186,8 +189,6 @@ def test_bfloat16_stays_bfloat16(write_checkpoint: Write, tmp_path: Path) -> Non
 
 
 def test_builtin_model_equals_the_gguf_packages_dequantisation(builtin_model: ModelSource) -> None:
-    import gguf
-
     config = load_model_config(builtin_model)
     reader = gguf.GGUFReader(builtin_model.path)
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -202,9 +203,6 @@ def test_builtin_model_equals_the_gguf_packages_dequantisation(builtin_model: Mo
     def keep(tensor: CheckpointTensor) -> None:
         if tensor.name in wanted:
             values[tensor.name] = tensor.dense()
-
-    from mini_sglang.weights.gguf import open_gguf
-    from mini_sglang.weights.gguf_file import GGUFFile
 
     tensors = open_gguf(GGUFFile(builtin_model.path), config)
     slots = {name: WeightSlot(tensor.shape, keep) for name, tensor in tensors.items()}

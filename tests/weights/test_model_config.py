@@ -82,7 +82,7 @@ def test_malformed_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model 'mine'.*config\.json is no valid JSON"):
         load_model_config(source)
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(ValueError, match="model 'mine'.*'mamba'"):
+    with pytest.raises(ValueError, match=r"model 'mine'.*'mamba'"):
         load_model_config(source)
 
 
