@@ -3,8 +3,8 @@
     python benchmarks/cpu_vs_transformers.py [--rounds 5] [--only float32,bfloat16,packed] [--json FILE]
 
 Both sides live in this process and take turns, so that a change of the machine's speed hits both. Every prompt is new
-random tokens, the same for both; end tokens are ignored. Rates count generated tokens (prompt tokens for `prefill`) over
-the time of the whole call. `packed` keeps the file's 4-bit blocks and is compared with transformers in bfloat16, the
+random tokens, the same for both; end tokens are ignored. Rates count generated tokens (prompt tokens for `prefill`)
+over the time of the whole call. `packed` keeps the file's 4-bit blocks and is compared with transformers in bfloat16, the
 fastest that it offers. The engine's own overhead is the time of a step with 16 running requests that is not spent
 inside the executor.
 """
@@ -41,7 +41,7 @@ FORMATS = {  # name -> (settings of this engine, transformers' dtype)
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` prompts of `prompt` tokens at once, `output` tokens each. `counts_prompt`: the rate is of prompt tokens."""
+    """`batch` prompts of `prompt` tokens at once, `output` tokens each; the rate counts these or the prompts."""
 
     name: str
     batch: int
@@ -92,9 +92,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 Prompts = list[list[int]]
 
 
-def alternate(
-    sides: dict[str, Callable[[Prompts], None]], workload: Workload, rounds: int
-) -> dict[str, list[float]]:
+def alternate(sides: dict[str, Callable[[Prompts], None]], workload: Workload, rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each side in each round; one warm-up round is not counted."""
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for index in range(rounds + 1):

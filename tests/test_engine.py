@@ -57,7 +57,7 @@ def test_bad_input_is_refused_by_name_and_harms_nobody(
 def test_a_failed_step_ends_its_requests_with_the_error_and_spares_the_rest(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = {}
+    expected: dict[str, list[int]] = {}
     for name, prompt in (("a", [3, 4, 5]), ("b", [6, 7, 8])):
         engine.add_request(name, prompt, GREEDY)
         expected |= run(engine)

@@ -25,7 +25,10 @@ REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json
 NUM_TOKENS = 20
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("write_checkpoint", {"family": "llama"}),
-    "llama, llama3 rope, tied": ("write_checkpoint", {"family": "llama", "rope": "llama3", "tie_word_embeddings": True}),
+    "llama, llama3 rope, tied": (
+        "write_checkpoint",
+        {"family": "llama", "rope": "llama3", "tie_word_embeddings": True},
+    ),
     "llama, linear rope": ("write_checkpoint", {"family": "llama", "rope": "linear"}),
     "llama, yarn rope, biases": (
         "write_checkpoint",
@@ -80,7 +83,7 @@ def greedy(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[
     with torch.inference_mode():
         for _ in range(num_tokens):
             ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
-    return ids[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return ids[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(params=list(CHECKPOINTS))

@@ -32,7 +32,17 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
     "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
     "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
-    "server": {"scheduling.scheduler", "async_engine", "config", "request", "output_processor", "tokenizer", "messages", "weights.hub", "cli"},
+    "server": {
+        "scheduling.scheduler",
+        "async_engine",
+        "config",
+        "request",
+        "output_processor",
+        "tokenizer",
+        "messages",
+        "weights.hub",
+        "cli",
+    },
     "cli": {"config", "chat", "llm", "request", "server", "verify", "weights"},
 }
 TORCH_FREE = ["request", "config", "scheduling", "detokenizer", "messages", "server"]
@@ -84,5 +94,9 @@ def test_these_never_import_torch(path: Path) -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [module_of(path) for path in MODULES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [
+        module_of(path)
+        for path in MODULES
+        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
     assert not silent

@@ -18,7 +18,8 @@ from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.registry import build_model
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.weights.hub import ModelSource, resolve_model
-from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_model_config, load_weights
+from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
+from mini_sglang.weights.model_config import load_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +41,18 @@ class Executor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        source = resolve_model(config.model, source=config.model_source, revision=config.revision)
+        dummy = config.load_format == "dummy"
+        source = resolve_model(
+            config.model, source=config.model_source, revision=config.revision, weights_needed=not dummy
+        )
         model_config = load_model_config(source)
         self.config = resolve(config, model_config, source)
-        self.model_config = replace(model_config, context_length=self.config.context_length)
+        self.model_config = replace(model_config, context_length=_resolved(self.config.context_length))
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         device, dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
         model = build_model(self.model_config, Placement(device, dtype, packed=self.config.weights == "packed"))
-        if config.load_format == "dummy":
+        if dummy:
             load_dummy_weights(model.weight_slots(), seed=config.seed)
         else:
             load_weights(source, self.model_config, model.weight_slots(), show_progress=True)

@@ -109,9 +109,11 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The chat template, or several by name ("default", "tool_use", …), as transformers takes them; None without."""
-    default = metadata.get("tokenizer.chat_template")
-    named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in metadata.get("tokenizer.chat_templates", [])}
-    named = {name: template for name, template in named.items() if template}
+    default: str | None = metadata.get("tokenizer.chat_template")
+    named: dict[str, str] = {}
+    for name in metadata.get("tokenizer.chat_templates", []):
+        if template := metadata.get(f"tokenizer.chat_template.{name}"):
+            named[name] = template
     return {"default": default, **named} if default and named else default
 
 

@@ -17,7 +17,6 @@ from mini_sglang.models.config import ModelConfig
 from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
-from mini_sglang.weights.model_config import load_model_config as load_model_config
 from mini_sglang.weights.safetensors import open_safetensors
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot
 

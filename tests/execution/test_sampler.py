@@ -117,9 +117,7 @@ def test_the_same_seed_and_position_draw_the_same_token_beside_any_neighbours() 
     ]
     alone = [sample(logits, batch([kind], [i], [i + 5])).item() for i, kind in enumerate(kinds)]
     rows = [3, 0, 5, 2, 4, 1]
-    together = sample(
-        logits.expand(6, -1), batch([kinds[i] for i in rows], list(rows), [i + 5 for i in rows])
-    ).tolist()
+    together = sample(logits.expand(6, -1), batch([kinds[i] for i in rows], list(rows), [i + 5 for i in rows])).tolist()
     assert together == [alone[i] for i in rows]
 
 
