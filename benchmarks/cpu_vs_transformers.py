@@ -4,8 +4,8 @@
 
 Both sides live in this process and take turns, so that a change of the machine's speed hits both. Every prompt is new
 random tokens, the same for both; end tokens are ignored. Rates count generated tokens (prompt tokens for `prefill`)
-over the time of the whole call. `packed` keeps the file's 4-bit blocks and is compared with transformers in bfloat16, the
-fastest that it offers. The engine's own overhead is the time of a step with 16 running requests that is not spent
+over the time of the whole call. `packed` keeps the file's 4-bit blocks and is compared with transformers in bfloat16,
+the fastest that it offers. The engine's own overhead is the time of a step with 16 running requests that is not spent
 inside the executor.
 """
 

@@ -243,8 +243,15 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or the one of `stop_token_ids` that ended the request
     error: str | None = None
-    generated: GeneratedTokens = field(default_factory=GeneratedTokens, repr=False, compare=False)
-    num_text_pieces: int = field(default=0, repr=False, compare=False)
+    generated: GeneratedTokens = field(default_factory=GeneratedTokens, compare=False)
+    num_text_pieces: int = field(default=0, compare=False)
+
+    def __repr__(self) -> str:
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, text={self.text!r}, token_ids={self.token_ids}, "
+            f"finish_reason={reason!r}, stop_reason={self.stop_reason!r}, usage={self.usage}, error={self.error!r})"
+        )
 
     @property
     def text(self) -> str:

@@ -153,12 +153,15 @@ class Simulation:
         self.requests[request.request_id] = request
 
     def step(self, *, fail_launch: bool = False, fail_read: bool = False) -> list[TokenOutput]:
-        """Launch the next step and read the oldest one that is due; with `fail_...`, the launched one goes wrong."""
+        """Launch the next step and read the oldest one that is due.
+
+        With `fail_launch` the executor never sees the step; with `fail_read` it leaves garbage, which shows when read.
+        """
         batch = self.scheduler.schedule()
+        if batch is not None and fail_launch:
+            return self._note(self.scheduler.fail(batch, "the launch failed"))
         if batch is not None:
-            result = self.executor.launch(batch, fail=fail_launch or fail_read)
-            if fail_launch:
-                return self._note(self.scheduler.fail(batch, "the launch failed"))
+            result = self.executor.launch(batch, fail=fail_read)
             self._inflight.append((batch, result, fail_read))
         if not self._inflight or (batch is not None and len(self._inflight) <= self.run_ahead):
             return []

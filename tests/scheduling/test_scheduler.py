@@ -1,0 +1,440 @@
+"""Scheduler: what a step contains, who waits for whom, and how requests end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.request import FinishReason, Request, SamplingParams
+from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
+from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.simulation import Simulation, generate
+
+
+def config(**fields: object) -> EngineConfig:
+    defaults = {"page_size": 4, "num_pages": 64, "context_length": 200, "max_prefill_tokens": 16}
+    return EngineConfig(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def request(name: str, tokens: list[int], max_tokens: int | None = 8, **fields: object) -> Request:
+    return Request(name, tokens, SamplingParams(max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
+
+
+def distinct(name: int, length: int) -> list[int]:
+    """A prompt that shares no beginning with one of another name."""
+    return [name] * length
+
+
+def rows(batch: ScheduledBatch | None) -> list[tuple[int, int, bool]]:
+    assert batch is not None
+    return [(row.start, row.count, row.samples) for row in batch.rows]
+
+
+def read(scheduler: Scheduler, batch: ScheduledBatch, token: int = 5) -> None:
+    sampled = sum(row.samples for row in batch.rows)
+    scheduler.update(batch, StepResult([token] * sampled, [None] * sampled))
+
+
+# -- what a step contains ---------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_sampled_at_its_end() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", distinct(1, 40)))
+    seen = []
+    for _ in range(4):
+        batch = scheduler.schedule()
+        assert batch is not None
+        seen += rows(batch)
+        read(scheduler, batch)
+    assert seen == [(0, 16, False), (16, 16, False), (32, 8, True), (40, 1, True)]
+
+
+def test_running_streams_get_a_token_in_every_step_beside_a_long_prompt() -> None:
+    simulation = Simulation(config(max_prefill_tokens=8, num_pages=100, context_length=400))
+    simulation.add(request("stream", distinct(1, 4), max_tokens=40))
+    simulation.step()
+    for name in range(3):
+        simulation.add(request(f"long {name}", distinct(name + 2, 100), max_tokens=1))
+    for _ in range(39):
+        assert "stream" in [output.request_id for output in simulation.step()]
+
+
+def test_a_budget_that_streams_use_up_still_lets_a_prompt_advance() -> None:
+    simulation = Simulation(config(max_prefill_tokens=2, num_pages=400))
+    for name in range(4):
+        simulation.add(request(f"stream {name}", distinct(name, 2), max_tokens=100))
+        simulation.step()
+    simulation.add(request("prompt", distinct(9, 20), max_tokens=1))
+    for _ in range(20):
+        simulation.step()
+    assert simulation.finished["prompt"] is FinishReason.LENGTH
+
+
+def test_a_new_row_carries_the_prompt_and_a_decode_row_only_numbers() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", [1, 2, 3], seed=11))
+    batch = scheduler.schedule()
+    assert batch is not None
+    (new,) = batch.new_rows
+    assert (new.token_ids, new.num_prompt_tokens, new.seed) == ([1, 2, 3], 3, 11)
+    read(scheduler, batch)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert (batch.new_rows, batch.new_pages, batch.num_tokens) == ([], [], 1)
+
+
+def test_steps_can_be_launched_ahead_without_exceeding_max_tokens() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", [1, 2, 3], max_tokens=3))
+    batches = [scheduler.schedule() for _ in range(3)]
+    assert [rows(batch) for batch in batches] == [[(0, 3, True)], [(3, 1, True)], [(4, 1, True)]]
+    assert scheduler.schedule() is None
+    assert scheduler.has_work
+    for batch in batches:
+        assert batch is not None
+        read(scheduler, batch)
+    assert not scheduler.has_work
+    scheduler.check()
+
+
+def test_steps_are_read_in_the_order_of_their_launch() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", [1, 2, 3]))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    with pytest.raises(ValueError, match="step 2 is not the oldest launched step"):
+        read(scheduler, second)
+    read(scheduler, first)
+    read(scheduler, second)
+
+
+def test_the_same_requests_give_the_same_schedule() -> None:
+    def run() -> list[object]:
+        scheduler = Scheduler(config(num_pages=20))
+        batches: list[object] = []
+        for name in range(12):
+            scheduler.add(request(str(name), distinct(name % 5, 10 + name), max_tokens=20))
+        while (batch := scheduler.schedule()) is not None:
+            batches.append(batch)
+            read(scheduler, batch)
+        return batches
+
+    assert run() == run()
+
+
+# -- refusing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "limit"), [(50, "50"), (51, "50")])
+def test_a_prompt_that_leaves_no_room_in_the_context_is_refused_with_both_numbers(length: int, limit: str) -> None:
+    scheduler = Scheduler(config(context_length=50))
+    with pytest.raises(ValueError, match=f"^prompt has {length} tokens.* {limit} tokens"):
+        scheduler.add(request("a", distinct(1, length)))
+    assert not scheduler.has_work
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_with_both_numbers() -> None:
+    scheduler = Scheduler(config(num_pages=5))
+    with pytest.raises(ValueError, match="prompt has 21 tokens, but the KV cache holds only 20 tokens"):
+        scheduler.add(request("a", distinct(1, 21)))
+
+
+def test_an_id_can_be_used_again_only_after_its_request_has_ended() -> None:
+    simulation = Simulation(config())
+    simulation.add(request("a", [1]))
+    with pytest.raises(ValueError, match="request_id 'a' is in use"):
+        simulation.add(request("a", [1]))
+    simulation.run()
+    simulation.add(request("a", [1]))
+    simulation.run()
+
+
+# -- ending -----------------------------------------------------------------------------------------------------------
+
+
+def end_after(tokens: list[int], **fields: object) -> tuple[FinishReason | None, int | None]:
+    params = {key: fields.pop(key) for key in ("stop_token_ids", "ignore_eos", "max_tokens") if key in fields}
+    scheduler = Scheduler(config(**fields))
+    new = Request("a", [1, 2], SamplingParams(**params), eos_token_ids=frozenset([7]))  # type: ignore[arg-type]
+    scheduler.add(new)
+    for token in tokens:
+        batch = scheduler.schedule()
+        assert batch is not None
+        (output,) = scheduler.update(batch, StepResult([token], [None]))
+        if output.finish_reason is not None:
+            assert not scheduler.has_work
+            return output.finish_reason, output.stop_token_id
+    return None, None
+
+
+def test_an_end_token_ends_the_request_unless_it_is_ignored() -> None:
+    assert end_after([3, 7]) == (FinishReason.STOP, 7)
+    assert end_after([3, 7, 7], ignore_eos=True) == (None, None)
+
+
+def test_a_stop_token_ends_the_request_even_where_end_tokens_are_ignored() -> None:
+    assert end_after([3, 9], stop_token_ids=[9], ignore_eos=True) == (FinishReason.STOP, 9)
+
+
+def test_an_end_token_in_the_last_place_is_a_stop() -> None:
+    assert end_after([3, 7], max_tokens=2) == (FinishReason.STOP, 7)
+    assert end_after([3, 3], max_tokens=2) == (FinishReason.LENGTH, None)
+
+
+def test_prompt_and_output_never_exceed_the_context() -> None:
+    assert end_after([3] * 6, context_length=8) == (FinishReason.LENGTH, None)
+    assert end_after([3] * 5, context_length=8) == (None, None)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_one_request_that_outgrows_the_pool_ends_with_length(run_ahead: int) -> None:
+    simulation = Simulation(config(num_pages=8, run_ahead=run_ahead))
+    simulation.add(request("big", distinct(1, 19), max_tokens=None))
+    simulation.add(request("small", distinct(2, 3), max_tokens=6))
+    simulation.run(200)
+    assert simulation.finished == {"big": FinishReason.LENGTH, "small": FinishReason.LENGTH}
+    assert len(simulation.requests["big"].output_ids) == 8 * 4 + 1 - 19  # the last token needs no place
+    simulation.check_outputs()
+
+
+def test_a_stop_found_in_the_text_counts_as_finished_and_an_abort_as_aborted() -> None:
+    simulation = Simulation(config())
+    for name in "abc":
+        simulation.add(request(name, [ord(name)]))
+    simulation.step()
+    simulation.scheduler.abort("a", FinishReason.STOP)
+    simulation.scheduler.abort("b")
+    simulation.scheduler.abort("unknown")
+    simulation.run()
+    stats = simulation.scheduler.stats()
+    assert (stats.num_finished, stats.num_aborted) == (2, 1)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_requests_aborted_at_any_step_up_to_their_last_leave_nothing_behind(run_ahead: int) -> None:
+    simulation = Simulation(config(run_ahead=run_ahead, max_running_requests=4))
+    for count in range(1, 21):
+        for name in "abcd":
+            simulation.add(request(f"{name}{count}", [count, ord(name)], max_tokens=count))
+        for _ in range(count - 1):
+            simulation.step()
+        for name in "abcd":
+            simulation.scheduler.abort(f"{name}{count}")
+        simulation.scheduler.check()
+    simulation.run()
+    stats = simulation.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
+    assert stats.num_finished + stats.num_aborted == 80
+    simulation.check_outputs()
+
+
+def test_pages_of_an_ended_request_come_back_when_no_launched_step_contains_it() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", [1, 2, 3]))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.abort("a")
+    assert scheduler.stats().num_used_pages == 1
+    assert scheduler.stats().num_running == 0
+    read(scheduler, batch)
+    assert scheduler.stats().num_used_pages == 0
+
+
+# -- failing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_ends_its_requests_and_leaves_no_unwritten_page_in_the_cache() -> None:
+    simulation = Simulation(config(max_running_requests=1))
+    simulation.add(request("a", distinct(1, 30)))
+    simulation.add(request("b", distinct(1, 30)))
+    simulation.step()
+    (output,) = simulation.step(fail_launch=True)
+    assert (output.request_id, output.finish_reason, output.error) == ("a", FinishReason.ERROR, "the launch failed")
+    simulation.run()
+    assert simulation.requests["b"].num_cached_tokens == 16  # what the first step wrote
+    simulation.check_outputs()
+
+
+def test_a_request_that_built_on_a_step_that_failed_starts_again() -> None:
+    simulation = Simulation(config(run_ahead=1, max_prefill_tokens=32))
+    simulation.add(request("a", distinct(1, 30)))
+    simulation.step(fail_read=True)
+    simulation.scheduler.abort("a")
+    simulation.add(request("b", distinct(1, 30)))
+    simulation.run()
+    assert simulation.requests["b"].finish_reason is FinishReason.LENGTH
+    simulation.check_outputs()
+
+
+# -- sharing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_equal_prompts_at_once_are_computed_once(page_size: int, run_ahead: int) -> None:
+    prompt = [i % 2 for i in range(400)]
+    fields = config(page_size=page_size, num_pages=1024 // page_size, context_length=600, run_ahead=run_ahead)
+    simulation = Simulation(fields.replace(max_prefill_tokens=128))
+    for name in range(13):
+        simulation.add(request(str(name), prompt, max_tokens=20))
+    simulation.run()
+    assert simulation.requests["0"].num_cached_tokens == 0
+    assert {simulation.requests[str(name)].num_cached_tokens for name in range(1, 13)} == {399}
+    simulation.check_outputs()
+    simulation.scheduler.check()
+
+
+def test_a_request_whose_beginning_is_being_computed_does_not_hold_up_others() -> None:
+    scheduler = Scheduler(config(max_prefill_tokens=32))
+    scheduler.add(request("first", distinct(1, 30)))
+    scheduler.add(request("same", distinct(1, 30)))
+    scheduler.add(request("other", [2]))
+    batch = scheduler.schedule()
+    assert rows(batch) == [(0, 30, True), (0, 1, True)]
+
+
+def test_pages_are_found_as_soon_as_the_step_that_fills_them_was_launched() -> None:
+    scheduler = Scheduler(config(max_prefill_tokens=32))
+    scheduler.add(request("a", distinct(1, 20)))
+    scheduler.schedule()
+    scheduler.add(request("b", distinct(1, 20)))
+    assert rows(scheduler.schedule()) == [(20, 1, True), (19, 1, True)]
+
+
+def cached_by_counting(simulation: Simulation, page_size: int, new: Request) -> int:
+    """The longest beginning of `new` that any request, running or gone, has left visible so far."""
+    best = 0
+    for other in simulation.requests.values():
+        if other.cache_salt != new.cache_salt or other is new:
+            continue
+        known = other.prompt_ids + other.output_ids
+        if other.finish_reason is not None:
+            visible = len(known) - 1
+        else:
+            visible = min(other.num_computed_tokens, len(known)) // page_size * page_size
+            if other.num_computed_tokens >= len(other.prompt_ids):
+                visible = max(visible, len(other.prompt_ids))
+        limit = min(visible, len(new.prompt_ids) - 1)
+        best = max(best, next((i for i in range(limit) if known[i] != new.prompt_ids[i]), limit))
+    return best
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_reuse_is_the_longest_possible_prefix_to_the_token(page_size: int, seed: int) -> None:
+    chance = random.Random(seed)
+    simulation = Simulation(config(page_size=page_size, num_pages=8000, max_prefill_tokens=40, context_length=500))
+    waiting: list[Request] = []
+    texts: list[list[int]] = [[]]
+    for number in range(120):
+        text = chance.choice(texts)
+        prompt = text[: chance.randint(0, len(text))] + [chance.randrange(3) for _ in range(chance.randint(1, 30))]
+        salt = chance.choice([0, 0, 1])
+        new = request(str(number), prompt[:300], chance.randint(1, 25), seed=salt, cache_salt=str(salt))
+        simulation.add(new)
+        waiting.append(new)
+        for _ in range(chance.randint(0, 12)):
+            expected = {each: cached_by_counting(simulation, page_size, each) for each in waiting}
+            simulation.step()
+            for each in [each for each in waiting if each.was_admitted]:
+                assert each.num_cached_tokens == expected[each]
+                waiting.remove(each)
+                texts.append(each.prompt_ids + generate(each.prompt_ids, each.seed, 25, simulation.vocab_size))
+    simulation.run()
+    simulation.check_outputs()
+
+
+def test_growing_conversations_reuse_all_but_their_new_turns() -> None:
+    chance = random.Random(0)
+    simulation = Simulation(config(page_size=16, num_pages=2000, context_length=2000, max_prefill_tokens=128))
+    system = [chance.randrange(3) for _ in range(100)]
+    history = {chat: [*system, chat % 3] for chat in range(8)}
+    for turn in range(6):
+        for chat, tokens in history.items():
+            tokens += [chance.randrange(3) for _ in range(11)]
+            simulation.add(request(f"{chat}.{turn}", tokens.copy(), max_tokens=20))
+        simulation.run()
+        for chat, tokens in history.items():
+            tokens += simulation.requests[f"{chat}.{turn}"].output_ids
+    stats = simulation.scheduler.stats()
+    assert stats.num_cached_tokens / stats.num_prompt_tokens >= 0.79
+    simulation.check_outputs()
+
+
+# -- running out of pages ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_preempted_requests_resume_with_the_same_text(run_ahead: int, cache: str) -> None:
+    simulation = Simulation(config(num_pages=12, run_ahead=run_ahead, cache=cache))
+    simulation.scheduler.expected_output = 0.0
+    for name in range(6):
+        simulation.add(request(str(name), distinct(name, 6), max_tokens=25))
+    simulation.run(2000)
+    assert simulation.scheduler.stats().num_preemptions > 0
+    assert {len(each.output_ids) for each in simulation.requests.values()} == {25}
+    simulation.check_outputs()
+    simulation.scheduler.check()
+
+
+def test_the_last_arrived_gives_way_and_the_first_is_never_preempted() -> None:
+    simulation = Simulation(config(num_pages=12))
+    simulation.scheduler.expected_output = 0.0
+    for name in range(3):
+        simulation.add(request(str(name), distinct(name, 6), max_tokens=30))
+    first, ended = simulation.requests["0"], []
+    while simulation.scheduler.has_work:
+        before = len(first.output_ids)
+        outputs = simulation.step()
+        assert first.finish_reason is not None or len(first.output_ids) == before + 1 or before == 0
+        ended += [output.request_id for output in outputs if output.finish_reason]
+    assert ended == ["0", "1", "2"]
+    assert simulation.scheduler.stats().num_preemptions > 0
+
+
+def test_admission_expects_answers_of_the_usual_length() -> None:
+    simulation = Simulation(config(num_pages=40))
+    for name in range(8):  # each would fill 25 pages if it ran to its limit, but such answers have been short
+        simulation.add(request(f"warm {name}", distinct(name, 4), max_tokens=2))
+    simulation.run()
+    simulation.scheduler.expected_output = 2.0
+    for name in range(8):
+        simulation.add(request(str(name), distinct(name + 10, 4), max_tokens=100))
+    simulation.step()
+    assert simulation.scheduler.stats().num_running == 4  # the budget of one step
+    simulation.step()
+    assert simulation.scheduler.stats().num_running == 7
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_gauges_return_to_zero_without_a_step() -> None:
+    simulation = Simulation(config(max_running_requests=8))
+    for name in range(20):
+        simulation.add(request(str(name), distinct(name, 5)))
+    simulation.step()
+    for name in range(20):
+        simulation.scheduler.abort(str(name))
+    stats = simulation.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
+    assert stats.num_aborted == 20
+    assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+
+
+def test_flushing_forgets_what_no_running_request_holds() -> None:
+    simulation = Simulation(config())
+    simulation.add(request("a", distinct(1, 12), max_tokens=1))
+    simulation.run()
+    assert simulation.scheduler.flush_cache() == 3
+    assert simulation.scheduler.stats().num_free_pages == 64
+
+
+def test_unresolved_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_pages and context_length must be resolved"):
+        Scheduler(EngineConfig())
