@@ -143,7 +143,7 @@ class AsyncEngine:
         """Start an engine process and wait until its model is loaded.
 
         Raises ValueError or FileNotFoundError if the model name leads nowhere, RuntimeError with the engine's own
-        message if it cannot start.
+        message if it cannot start. The process also ends when the thread that called this ends.
         """
         tokenizer = await asyncio.to_thread(_find_tokenizer, config)
         directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
@@ -244,15 +244,13 @@ class AsyncEngine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
 
-    def kill(self) -> None:
-        """End the engine process at once."""
-        self._closing = True
-        if self._process.returncode is None:
-            self._process.kill()
-
     async def _receive(self) -> None:
-        while True:
-            self._handle(decode_from_engine(await self._socket.recv()))
+        try:
+            while True:
+                self._handle(decode_from_engine(await self._socket.recv()))
+        except Exception as error:  # without this task every request would wait for ever
+            logger.exception("messages of the engine cannot be read any more")
+            self._die(EngineDeadError(f"the engine cannot be understood: {type(error).__name__}: {error}"))
 
     def _handle(self, message: FromEngine) -> None:
         match message:

@@ -27,7 +27,7 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for a mistake of the user's, said in one line on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--shell" in words:  # python -m mini_sglang --model PATH --shell
+    if "--shell" in words and words[0].startswith("-"):  # python -m mini_sglang --model PATH --shell
         words = ["chat", *(word for word in words if word != "--shell")]
     options = _build_parser().parse_args(words)
     try:

@@ -48,7 +48,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main(address: str, parent_pid: int) -> int:
     """Serve one engine until Shutdown, the parent's end or a fatal error; returns the exit status."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    for ending in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides what they mean
+        signal.signal(ending, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     context = zmq.Context()

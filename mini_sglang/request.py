@@ -14,6 +14,8 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 4096
 
 
 class FinishReason(str, enum.Enum):
@@ -87,11 +89,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not 0 <= self.logprobs <= MAX_LOGPROBS:
                 raise ValueError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}")
         _validate_stop(self.stop)
+        _require_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _validate_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        _require_list("logit_bias", list(self.logit_bias), MAX_LOGIT_BIASES)
         _validate_token_ids("logit_bias", list(self.logit_bias), vocab_size)
         for bias in self.logit_bias.values():
             _require_float("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None:
+            _require_list("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty; leave it out to allow every token")
             _validate_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
@@ -120,21 +125,20 @@ def _require_float(name: str, value: object, low: float, high: float) -> None:
 
 
 def _validate_stop(stop: list[str]) -> None:
-    _require_list("stop", stop)
-    if len(stop) > MAX_STOP_STRINGS:
-        raise ValueError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
+    _require_list("stop", stop, MAX_STOP_STRINGS)
     for text in stop:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop must hold non-empty strings, got {text!r}")
 
 
-def _require_list(name: str, value: object) -> None:
+def _require_list(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, (list, tuple)):  # a string would pass as a list of its characters
         raise ValueError(f"{name} must be a list, got {value!r}")
+    if most is not None and len(value) > most:
+        raise ValueError(f"{name} may hold at most {most} entries, got {len(value)}")
 
 
 def _validate_token_ids(name: str, token_ids: list[int], vocab_size: int | None) -> None:
-    _require_list(name, token_ids)
     for token_id in token_ids:
         _require_int(name, token_id)
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):

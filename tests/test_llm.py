@@ -123,6 +123,14 @@ def test_an_end_token_ends_a_chat_unless_ignored(llm: LLM) -> None:
     assert (ignoring.finish_reason, ignoring.usage.completion_tokens) == (FinishReason.LENGTH, longer)
 
 
+def test_every_request_gets_exactly_its_own_number_of_tokens(llm: LLM) -> None:
+    limits = [1, 2, 5, 9]
+    messages = [[{"role": "user", "content": "Reply with OK."}]] * len(limits)
+    outputs = llm.chat(messages, [greedy(limit, ignore_eos=True) for limit in limits], progress=False)
+    assert [output.usage.completion_tokens for output in outputs] == limits
+    assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+
+
 def test_several_conversations_are_answered_in_order(llm: LLM) -> None:
     conversations = [[{"role": "user", "content": text}] for text in ("What is 2+2?", "Name a colour.")]
     together = llm.chat(conversations, greedy(5), progress=False)

@@ -77,6 +77,11 @@ def test_a_stop_string_ends_the_text_and_the_count_of_tokens(builtin_tokenizer: 
     )
 
 
+def test_an_output_shows_its_text_when_printed(builtin_tokenizer: Tokenizer) -> None:
+    last = feed(builtin_tokenizer, SamplingParams(), builtin_tokenizer.encode(" one two"))[-1]
+    assert "text=' one two'" in repr(last)
+
+
 def test_a_stop_string_is_shown_if_asked_for(builtin_tokenizer: Tokenizer) -> None:
     params = SamplingParams(stop=["capi"], include_stop_str_in_output=True)
     assert feed(builtin_tokenizer, params, builtin_tokenizer.encode(TEXT))[-1].text == " Paris is the capi"

@@ -1,9 +1,10 @@
 """From logits to tokens, for all rows at once and each row as if it were alone.
 
-Order per row: logit bias and allowed tokens, penalties, temperature, top-k, top-p, min-p, draw. The draw inverts the
-cumulative distribution at one uniform number that is a hash of (seed, position), so a request samples the same tokens
-in any batch, chunked, resumed or not. Greedy rows take the argmax. Log-probabilities are of the model's distribution,
-before any of this.
+Order per row: logit bias and allowed tokens, penalties, temperature, top-k, top-p, min-p, draw. The draw is a race
+(Gumbel-max): each token's noise is a hash of (seed, position, token), so a request samples the same tokens in any
+batch, chunked, cached or resumed. Inverting the cumulative distribution would cost less, but there the rounding of one
+logit moves the borders of all tokens behind it; in a race it matters only where two tokens finish side by side.
+Greedy rows take the argmax. Log-probabilities are of the model's distribution, before any of this.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     plain = [row for row, params in enumerate(batch.params) if params.temperature > 0 and not _filters(params)]
     filtered = [row for row, params in enumerate(batch.params) if params.temperature > 0 and _filters(params)]
     if plain:
-        token_ids[plain] = _draw(_tempered(logits, plain, batch).exp_(), _uniforms(plain, batch, logits.device))
+        everything = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+        token_ids[plain] = _race(_tempered(logits, plain, batch), everything, _keys(plain, batch, logits.device))
     if filtered:
         token_ids[filtered] = _draw_filtered(_tempered(logits, filtered, batch), filtered, batch)
     return token_ids
@@ -135,7 +137,8 @@ def _draw_filtered(logits: torch.Tensor, rows: list[int], batch: SamplingBatch) 
     width = min(vocab_size, max(_FIRST_CANDIDATES, *(limit for limit in limits if limit < vocab_size), 0))
     while True:
         values, token_ids = logits.topk(width)
-        weights = values.double().exp().masked_fill(torch.arange(width, device=device) >= top_k, 0.0)
+        within_k = torch.arange(width, device=device) < top_k
+        weights = values.double().exp() * within_k
         running = weights.cumsum(-1)
         mass = torch.where(top_k < vocab_size, running[:, -1:], total)  # what top-p is a share of
         threshold = min_p * weights[:, :1]
@@ -143,42 +146,46 @@ def _draw_filtered(logits: torch.Tensor, rows: list[int], batch: SamplingBatch) 
         if bool(enough.all()):
             break
         width = vocab_size
-    kept = ((running - weights < top_p * mass) | (top_p >= 1)) & (weights >= threshold)
+    kept = ((running - weights < top_p * mass) | (top_p >= 1)) & (weights >= threshold) & within_k
     kept[:, 0] = True  # the most likely token always stays
-    choice = _draw(weights * kept, _uniforms(rows, batch, device))
+    choice = _race(values.masked_fill_(~kept, float("-inf")), token_ids.int(), _keys(rows, batch, device))
     return token_ids.gather(1, choice.unsqueeze(1)).squeeze(1)
 
 
-def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Index at which the running sum passes the share `uniforms` [R] of the whole. weights [R, n] >= 0 -> [R] int64"""
-    running = weights.cumsum(-1, dtype=torch.float64)
-    target = uniforms.unsqueeze(1) * running[:, -1:]
-    index = torch.searchsorted(running, target, right=True).squeeze(1)
-    # rounding may point past the last token that has any weight
-    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(index, last)
+def _race(logits: torch.Tensor, token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Index of the winner per row: token i finishes first with probability softmax(logits)[i].
+
+    logits [R, n] float32 (-inf: does not run), token_ids [R, n] or [n] int32, keys [R] int32 -> [R] int64
+    """
+    bits = _hash(token_ids * _signed32(0x9E3779B9) + keys.unsqueeze(1)) & 0x7FFFFFFF
+    uniform = (bits.float() + 0.5) * 2.0**-31  # in (0, 1], finest near 0, where the winners of the tail lie
+    # an exponential time -log(1 - u), divided by exp(logit): the smallest wins
+    return (logits - uniform.neg_().log1p_().neg_().log_()).argmax(-1)
 
 
-def _uniforms(rows: list[int], batch: SamplingBatch, device: torch.device) -> torch.Tensor:
-    """One number in [0, 1) per row from its (seed, position) alone, [len(rows)] float64"""
-    seeds = torch.tensor([batch.seeds[row] for row in rows], dtype=torch.int64, device=device)
-    positions = torch.tensor([batch.positions[row] for row in rows], dtype=torch.int64, device=device)
-    bits = _mix(_mix(seeds) + positions)
-    return (bits & ((1 << 53) - 1)).double() * 2.0**-53
+def _keys(rows: list[int], batch: SamplingBatch, device: torch.device) -> torch.Tensor:
+    """One number per row from its (seed, position) alone, [len(rows)] int32"""
+    keys = [_mix64(_mix64(batch.seeds[row]) + batch.positions[row]) & 0xFFFFFFFF for row in rows]
+    return torch.tensor([_signed32(key) for key in keys], dtype=torch.int32, device=device)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's step (Steele, Lea and Flood, OOPSLA 2014) on int64, whose arithmetic wraps as uint64's does."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
+def _mix64(x: int) -> int:
+    """SplitMix64's step (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
 
 
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: int64's own shift would copy the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finaliser (Appleby, public domain) on int32, whose arithmetic wraps as uint32's does."""
+    x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed32(0x85EBCA6B))
+    x = x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_signed32(0xC2B2AE35))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
+def _signed32(x: int) -> int:
+    return x - (1 << 32) if x >> 31 else x
+
+
+_MASK64 = (1 << 64) - 1

@@ -22,16 +22,18 @@ class PrepackedMatrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, out]"""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return y
 
     def multiply_add(self, x: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
         """x [rows, in], addend [rows, out] -> [rows, out]: the product plus `addend`, in one pass over the output."""
-        return torch.ops.mkldnn._linear_pointwise.binary(x, addend, self._packed, self._bias, "add")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, addend, self._packed, self._bias, "add")
+        return y
 
     @staticmethod
     def available() -> bool:
         """Whether this torch was built with oneDNN."""
-        return torch.backends.mkldnn.is_available()
+        return bool(torch.backends.mkldnn.is_available())
 
 
 class Int4Matrix:
@@ -51,7 +53,9 @@ class Int4Matrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] bfloat16 -> [rows, out] bfloat16"""
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, self._group_size, self._scales_and_zeros)
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, self._packed, self._group_size, self._scales_and_zeros
+        )
         return y if self._bias is None else y + self._bias
 
     @staticmethod

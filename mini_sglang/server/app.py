@@ -11,6 +11,8 @@ from mini_sglang.config import ServerConfig
 from mini_sglang.server import native_routes, openai_routes
 from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
+from mini_sglang.server.protocol import ROUTE_BODIES
+from mini_sglang.server.request_body import describe_bodies
 from mini_sglang.tokenizer import Tokenizer
 
 
@@ -22,6 +24,8 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
     app.include_router(native_routes.open_router)
     for router in (native_routes.router, openai_routes.router):
         app.include_router(router, dependencies=[Depends(_require_api_key)])
+    make_document = app.openapi
+    app.openapi = lambda: describe_bodies(make_document(), ROUTE_BODIES)  # type: ignore[method-assign]
     return app
 
 

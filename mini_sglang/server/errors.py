@@ -16,7 +16,7 @@ from mini_sglang.async_engine import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 
 
 class ApiError(Exception):
@@ -81,7 +81,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # logged by the HTTP server, read by nobody
 
-    for kind in (ApiError, HTTPException, EngineDeadError, TimeoutError):
+    for kind in (ApiError, HTTPException, EngineDeadError):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnected, nobody)
     app.add_exception_handler(Exception, answer)

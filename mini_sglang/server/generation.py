@@ -56,8 +56,13 @@ def make_job(
     params: SamplingParams,
     body: SamplingBody,
     n: int = 1,
+    *,
+    field: str = "prompt",
 ) -> Job:
-    """Check prompts and parameters against the engine's limits. Raises ApiError 400, or 503 when too many wait."""
+    """Check parameters and prompts, which the body's `field` gave, against the engine's limits.
+
+    Raises ApiError 400, or 503 when too many requests wait.
+    """
     info = context.engine.info
     num_choices = len(prompts) * n
     if num_choices > MAX_CHOICES_PER_REQUEST:
@@ -66,7 +71,7 @@ def make_job(
     try:
         params.validate(info.vocab_size)
         for prompt_ids in prompts:
-            check_prompt(prompt_ids, info)
+            check_prompt(prompt_ids, info, field)
     except ValueError as error:
         raise invalid(error) from None
     limit = info.max_running_requests + context.config.max_waiting_requests
@@ -79,23 +84,26 @@ def make_job(
     return Job(job_id, prompts, n, choice_params, body.cache_salt or "", body.priority)
 
 
-def check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
-    """Raise ValueError, with the count and the limit, for a prompt that the engine can never serve."""
+def check_prompt(prompt_ids: list[int], info: EngineInfo, field: str) -> None:
+    """Raise ValueError, with the count and the limit, for a prompt that the engine can never serve.
+
+    `field` is the one that the prompt came from.
+    """
     count = len(prompt_ids)
     if count == 0:
-        raise ValueError("prompt must hold at least one token, got none")
+        raise ValueError(f"{field} must hold at least one token, got none")
     if count >= info.context_length:
         raise ValueError(
-            f"prompt has {count} tokens, but the context holds {info.context_length} for prompt and answer together"
+            f"{field} has {count} tokens, but the context holds {info.context_length} for prompt and answer together"
         )
     if count > info.max_prompt_tokens:
         raise ValueError(
-            f"prompt has {count} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
+            f"{field} has {count} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
             f"{info.max_prompt_tokens}"
         )
     if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
         bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size)
-        raise ValueError(f"prompt token ids must be between 0 and {info.vocab_size - 1}, got {bad}")
+        raise ValueError(f"{field} token ids must be between 0 and {info.vocab_size - 1}, got {bad}")
 
 
 def _params_of_choice(params: SamplingParams, choice: int, room: int) -> SamplingParams:

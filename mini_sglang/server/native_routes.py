@@ -20,7 +20,7 @@ from mini_sglang.server.generation import Job, collect, encode_messages, encode_
 from mini_sglang.server.metrics import CONTENT_TYPE
 from mini_sglang.server.openai_format import Json, finite, usage_json
 from mini_sglang.server.protocol import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody, parse_prompt
-from mini_sglang.server.request_body import read_body
+from mini_sglang.server.request_body import read_body, takes
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 Answer = TypeVar("Answer")
@@ -29,7 +29,7 @@ router = APIRouter(tags=["mini-sglang"])
 open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
 
 
-@router.post("/generate")
+@router.post("/generate", openapi_extra=takes(GenerateBody))
 async def generate(request: Request) -> Response:
     """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new."""
     context = context_of(request)
@@ -81,7 +81,7 @@ def _logprobs(entries: list[TokenLogprobs]) -> list[Json]:
     return answer
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
 async def tokenize(request: Request) -> Json:
     """The token ids of a prompt or of a conversation."""
     context = context_of(request)
@@ -94,7 +94,7 @@ async def tokenize(request: Request) -> Json:
     return {"tokens": tokens, "count": len(tokens), "max_model_len": context.engine.info.context_length}
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request) -> Json:
     """The text of token ids."""
     context = context_of(request)
@@ -123,7 +123,7 @@ async def flush_cache(request: Request) -> Json:
     return {"flushed_pages": await _ask_engine(context_of(request).engine.flush_cache())}
 
 
-@router.post("/abort")
+@router.post("/abort", openapi_extra=takes(AbortBody))
 async def abort(request: Request) -> Json:
     """End a request by its id, with all its choices; they answer what they have, with finish_reason "abort"."""
     context = context_of(request)

@@ -24,13 +24,13 @@ from mini_sglang.server.generation import (
 )
 from mini_sglang.server.openai_format import AnswerFormat, ChatFormat, CompletionFormat, Envelope, Json
 from mini_sglang.server.protocol import ChatBody, CompletionBody, OpenAIBody, parse_prompts
-from mini_sglang.server.request_body import read_body
+from mini_sglang.server.request_body import read_body, takes
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", openapi_extra=takes(ChatBody))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
@@ -41,11 +41,12 @@ async def chat_completions(request: Request) -> Response:
     except ValueError as error:
         raise invalid(error) from None
     prompt_ids = await encode_messages(context, body.messages, body)
-    job = make_job(context, f"chatcmpl-{uuid.uuid4().hex}", [prompt_ids], params, body, body.num_choices)
+    job_id = f"chatcmpl-{uuid.uuid4().hex}"
+    job = make_job(context, job_id, [prompt_ids], params, body, body.num_choices, field="messages")
     return await _answer(request, context, body, job, ChatFormat(context.tokenizer))
 
 
-@router.post("/completions")
+@router.post("/completions", openapi_extra=takes(CompletionBody))
 async def completions(request: Request) -> Response:
     """Continue one prompt or several."""
     context = context_of(request)

@@ -271,6 +271,8 @@ class AbortBody(Body):
     request_id: str
 
 
+ROUTE_BODIES = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
+
 _SAMPLING_FIELDS = (
     "temperature",
     "top_k",

@@ -7,16 +7,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 
 from mini_sglang.server.errors import ApiError, invalid
 
 Body = TypeVar("Body", bound=BaseModel)
+
+_SCHEMA_REF = "#/components/schemas/{model}"
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads its body with `read_body`."""
+    schema = {"$ref": _SCHEMA_REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe_bodies(openapi: dict[str, Any], models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """An OpenAPI document with the schemas that `takes` refers to."""
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_SCHEMA_REF)
+    return {**openapi, "components": {"schemas": schemas["$defs"]}}
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:

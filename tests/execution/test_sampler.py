@@ -176,3 +176,28 @@ def test_logprobs_are_of_the_distribution_before_penalties_and_temperature() -> 
 def test_bfloat16_logits_sample_too() -> None:
     logits = torch.randn(2, VOCAB).bfloat16()
     assert sample(logits, batch([SamplingParams(temperature=0), SamplingParams(top_p=0.5)])).shape == (2,)
+
+
+def test_a_seeded_draw_survives_the_rounding_of_another_batch_or_a_cached_prefix() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 50_000) * 2
+    nudged = logits + torch.randn_like(logits) * 1e-6
+    params = [SamplingParams()] * 500
+    positions = list(range(500))
+    first = sample(logits.expand(500, -1), batch(params, [3] * 500, positions))
+    second = sample(nudged.expand(500, -1), batch(params, [3] * 500, positions))
+    assert torch.equal(first, second)
+
+
+def test_a_filter_that_cuts_nothing_draws_the_same_token_as_none() -> None:
+    logits = torch.randn(1, VOCAB)
+    none = draws(logits, SamplingParams(), 100)
+    assert draws(logits, SamplingParams(top_k=VOCAB + 5), 100) == none
+    assert draws(logits, SamplingParams(min_p=1e-30), 100) == none
+
+
+def test_unlikely_tokens_are_drawn_as_often_as_they_should_be() -> None:
+    """A thousand tokens share 1 % of the probability: the noise must be fine enough to reach them."""
+    logits = torch.cat((torch.tensor([0.99]), torch.full((999,), 0.01 / 999))).log().unsqueeze(0)
+    counts = draws(logits, SamplingParams(), 50_000)
+    assert 1 - counts[0] / 50_000 == pytest.approx(0.01, abs=0.002)

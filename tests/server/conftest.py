@@ -1,12 +1,18 @@
-"""A scripted engine with the interface of AsyncEngine, and an app around it: what the protocol does, without a model."""
+"""What the server tests stand on: a scripted engine behind a real app, and real servers in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -169,3 +175,49 @@ def make_app(engine: ScriptedEngine, builtin_tokenizer: Tokenizer) -> Callable[.
 def client(make_app: Callable[..., FastAPI]) -> TestClient:
     """A client of a server with default settings; an exception in a route is a 500, as for a real client."""
     return TestClient(make_app(), raise_server_exceptions=False)
+
+
+@dataclass
+class RunningServer:
+    """`python -m mini_sglang.server` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + route, json=body, timeout=120)
+
+    def get(self, route: str) -> httpx.Response:
+        return httpx.get(self.url + route, timeout=120)
+
+    @property
+    def engine_pid(self) -> int:
+        return int(self.get("/server_info").json()["engine"]["pid"])
+
+
+@pytest.fixture(scope="module")
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
+    """`start_server(*options)` → a RunningServer on a free port, killed when the module's tests are over."""
+    processes = []
+
+    def start(*options: str) -> RunningServer:
+        log = tmp_path_factory.mktemp("server") / "log"
+        command = (sys.executable, "-m", "mini_sglang.server", "--port", "0", "--num-threads", "1", *options)
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        processes.append(process)
+        while not (url := _url_in(log)):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        return RunningServer(process, url, log)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _url_in(log: Path) -> str | None:
+    greetings = [line for line in log.read_text().splitlines() if line.startswith("Serving ")]
+    return greetings[0].rpartition(" ")[2] if greetings else None

@@ -196,6 +196,12 @@ def test_messages_that_are_none(client: TestClient, messages: Any) -> None:
     assert error["param"] == "messages"
 
 
+def test_messages_that_are_too_long(client: TestClient, engine: Any) -> None:
+    error = refused(client.post(CHAT, json={"messages": [{"role": "user", "content": "word " * 1000}]}))
+    assert error["param"] == "messages"
+    assert str(engine.info.context_length) in error["message"]
+
+
 def test_an_empty_message_is_a_message(client: TestClient) -> None:
     assert client.post(CHAT, json={"messages": [{"role": "user", "content": ""}]}).status_code == 200
 
@@ -299,10 +305,10 @@ def test_a_body_over_the_limit(make_app: Callable[..., FastAPI]) -> None:
 
 def test_an_api_key_guards_all_but_health_and_metrics(make_app: Callable[..., FastAPI]) -> None:
     client = TestClient(make_app(api_key="secret"))
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer é"}):
-        encoded = {name: value.encode() for name, value in headers.items()}
+    for value in (None, "Bearer wrong", "secret", "Bearer é", "Basic secret"):
+        headers = {} if value is None else {b"authorization": value.encode()}
         for method, route in (("POST", CHAT), ("GET", "/v1/models"), ("POST", "/flush_cache"), ("GET", "/server_info")):
-            refused(client.request(method, route, headers=encoded), 401)
+            refused(client.request(method, route, headers=headers), 401)
     assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
     assert client.get("/health").status_code == 200
     assert client.get("/metrics").status_code == 200

@@ -140,3 +140,12 @@ def test_abort_ends_all_choices_with_what_they_have(make_app: Callable[..., Fast
 
     asyncio.run(scenario())
     assert engine.running == {}
+
+
+def test_the_api_describes_its_bodies(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for route in ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize", "/abort"):
+        body = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schemas[body["$ref"].rpartition("/")[2]]["properties"]
+    assert "#/$defs" not in json.dumps(document)

@@ -1,0 +1,144 @@
+"""Server and engine as processes: signals, deaths, and that nothing is left behind. A tiny random model will do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+MODEL_OPTIONS = ("--dtype", "float32", "--num-pages", "64")
+ENDLESS = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 200, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, builtin_model: Any) -> str:
+    return str(builtin_model.path)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def until(condition: Callable[[], bool], limit: float = 10) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "not within the limit"
+        time.sleep(0.02)
+
+
+class Stream(threading.Thread):
+    """A stream read in the background."""
+
+    def __init__(self, url: str, **body: Any) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._body = {**ENDLESS, **body}
+        self.events: list[Any] = []
+        self.failed = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._url}/generate", json=self._body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self.events.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
+        except httpx.HTTPError:
+            self.failed = True
+
+
+def test_sigterm_lets_a_stream_end_and_leaves_nothing(start_server: Any, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS)
+    engine_pid = server.engine_pid
+    stream = Stream(server.url, max_tokens=40)
+    until(lambda: len(stream.events) > 2)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+    stream.join(5)
+    assert stream.events[-1] == "[DONE]"
+    assert stream.events[-2]["usage"]["completion_tokens"] == 40
+    assert gone(engine_pid)
+
+
+def test_a_second_signal_stops_at_once(start_server: Any, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS)
+    engine_pid = server.engine_pid
+    streams = [Stream(server.url, max_tokens=900) for _ in range(4)]
+    until(lambda: all(stream.events for stream in streams))
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: "stopping" in server.log.read_text())
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(5) == 130
+    until(lambda: gone(engine_pid))
+
+
+def test_requests_that_do_not_end_are_cut_after_the_timeout(start_server: Any, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS, "--shutdown-timeout-s", "1")
+    engine_pid = server.engine_pid
+    streams = [Stream(server.url, max_tokens=900) for _ in range(4)]
+    until(lambda: all(stream.events for stream in streams))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+    assert gone(engine_pid)
+
+
+def test_an_engine_stopped_and_then_killed(start_server: Any, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS)
+    engine_pid = server.engine_pid
+    stream = Stream(server.url, max_tokens=900)
+    until(lambda: bool(stream.events))
+    os.kill(engine_pid, signal.SIGSTOP)
+    response = server.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_stuck"
+    os.kill(engine_pid, signal.SIGCONT)
+    assert server.get("/health").status_code == 200
+    os.kill(engine_pid, signal.SIGKILL)
+    assert server.process.wait(10) == 1
+    stream.join(5)
+    assert stream.events[-1]["error"]["code"] == "engine_dead"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_server_takes_its_engine_along(start_server: Any, model: str, busy: bool) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS)
+    engine_pid = server.engine_pid
+    if busy:
+        stream = Stream(server.url, max_tokens=900)
+        until(lambda: bool(stream.events))
+    server.process.kill()
+    until(lambda: gone(engine_pid), limit=3)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_what_keeps_a_server_from_starting_is_one_line(taken_port: int, tmp_path: Path, model: str) -> None:
+    for options, word in [
+        (("--port", str(taken_port)), str(taken_port)),
+        (("--model", str(tmp_path / "nowhere")), "nowhere"),
+        (("--port", "99999"), "99999"),
+    ]:
+        command = (sys.executable, "-m", "mini_sglang.server", "--model", model, "--port", "0", *options)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0
+        assert word in done.stderr
+        assert "Traceback" not in done.stderr
