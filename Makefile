@@ -8,8 +8,9 @@ PORT   ?= 8000
 DTYPE  ?= auto
 ARGS   ?=
 
-# On a machine without an NVIDIA GPU the CPU build of torch comes first, or pip would bring gigabytes of CUDA.
-TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0)
+# On a machine without an NVIDIA GPU the CPU build of torch comes first, or pip would bring gigabytes of CUDA. With a GPU,
+# torch brings the Triton that it was built with; without one, tests run Triton's interpreter.
+TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0 triton==3.9.0)
 
 .PHONY: setup serve chat test lint docs bench clean
 

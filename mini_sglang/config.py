@@ -42,7 +42,7 @@ class EngineConfig:
     schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "who goes first; lpm: longest cached prefix")
     run_ahead: int | None = _option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
-    attention_backend: Literal["auto", "reference"] = _option("auto", "attention implementation")
+    attention_backend: Literal["auto", "cpu", "reference"] = _option("auto", "attention implementation")
     num_threads: int | None = _option(None, "torch threads on a CPU; none: every core this process may use")
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ _CHOICES = {
     "weights": ("auto", "dense", "packed"),
     "cache": ("radix", "naive"),
     "schedule": ("fcfs", "lpm", "priority"),
-    "attention_backend": ("auto", "reference"),
+    "attention_backend": ("auto", "cpu", "reference"),
 }
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from mini_sglang.attention.base import AttentionBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.model_runner import ModelRunner
 from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.kernels.base import Kernels, TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.registry import build_model
@@ -51,7 +55,9 @@ class Executor:
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         device, dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
-        model = build_model(self.model_config, Placement(device, dtype, packed=self.config.weights == "packed"))
+        kernels, make_backend = _kernels_and_backend(self.config, dtype)
+        placement = Placement(device, dtype, kernels, packed=self.config.weights == "packed")
+        model = build_model(self.model_config, placement)
         if dummy:
             load_dummy_weights(model.weight_slots(), seed=config.seed)
         else:
@@ -68,7 +74,7 @@ class Executor:
         table = RequestTable(
             self.config.max_running_requests, _resolved(self.config.context_length), self.config.page_size, device
         )
-        self._runner = ModelRunner(model, pool, ReferenceBackend(pool, dtype), table)
+        self._runner = ModelRunner(model, pool, make_backend(pool), table)
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start a step. On a CPU it has finished when this returns."""
@@ -94,9 +100,34 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
         context_length=context_length,
         num_pages=config.num_pages or _pages_that_fit(config, model, dtype, context_length),
         run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
-        attention_backend="reference" if config.attention_backend == "auto" else config.attention_backend,
+        attention_backend=_resolve_backend(config, on_cpu, dtype),
         num_threads=config.num_threads or (len(os.sched_getaffinity(0)) if on_cpu else None),
     )
+
+
+def _kernels_and_backend(
+    config: EngineConfig, dtype: torch.dtype
+) -> tuple[Kernels, Callable[[KVPool], AttentionBackend]]:
+    """What `attention_backend` names: the kernels between matrix products, and how attention reads the pool."""
+    if config.attention_backend == "reference":
+        return TorchKernels(), partial(ReferenceBackend, dtype=dtype)
+    # here, since Numba and its compiler are of no use to a GPU
+    from mini_sglang.attention.cpu_backend import CpuBackend
+    from mini_sglang.kernels.cpu_kernels import CpuKernels
+
+    kernels = CpuKernels(dtype)
+    return kernels, partial(CpuBackend, dtype=dtype, kernels=kernels)
+
+
+def _resolve_backend(config: EngineConfig, on_cpu: bool, dtype: str) -> str:
+    fits = on_cpu and dtype in ("float32", "bfloat16")
+    if config.attention_backend == "cpu" and not fits:
+        raise ValueError(
+            f"attention_backend=cpu needs a CPU and dtype float32 or bfloat16, got {config.device} and {dtype}"
+        )
+    if config.attention_backend == "auto":
+        return "cpu" if fits else "reference"
+    return config.attention_backend
 
 
 def _fastest_dtype(on_cpu: bool) -> str:

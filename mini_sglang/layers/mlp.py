@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.placement import Placement
@@ -15,15 +14,15 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up stacked into one product."""
 
     def __init__(self, config: ModelConfig, placement: Placement, layer: int) -> None:
-        self._size = config.intermediate_size
-        parts = {"gate_proj": self._size, "up_proj": self._size}
+        self._kernels = placement.kernels
+        size = config.intermediate_size
+        parts = {"gate_proj": size, "up_proj": size}
         self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias)
-        self._down = Linear(self._size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias)
+        self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias)
 
     def __call__(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual and x (its normalised form) [tokens, hidden] -> residual + mlp(x)"""
-        gate, up = self._gate_up(x).split(self._size, dim=-1)
-        return self._down.add_to(residual, F.silu(gate).mul_(up))
+        return self._down.add_to(residual, self._kernels.silu_mul(self._gate_up(x)))
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         return self._gate_up.weight_slots(prefix) | self._down.weight_slots(prefix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from mini_sglang.layers.placement import Placement
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
@@ -14,15 +13,15 @@ class RMSNorm:
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         self._weight = torch.empty(size, dtype=placement.dtype, device=placement.device)
-        self._shape = (size,)
+        self._kernels = placement.kernels
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype"""
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self._weight, self._eps)
 
     def weight_slot(self) -> WeightSlot:
         def load(tensor: CheckpointTensor) -> None:
             self._weight.copy_(tensor.dense())
 
-        return WeightSlot(self._shape, load)
+        return WeightSlot(tuple(self._weight.shape), load)

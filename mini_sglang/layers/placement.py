@@ -6,11 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+from mini_sglang.kernels.base import Kernels
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Device and dtype of weights and activations; `packed` keeps 4-bit blocks packed for steps of few rows."""
+    """Device and dtype of weights and activations, and the kernels for what lies between matrix products.
+
+    `packed` keeps 4-bit blocks packed for steps of few rows.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    kernels: Kernels
     packed: bool = False

@@ -7,33 +7,37 @@ the result.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
+from mini_sglang.kernels.base import Kernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig, RopeScaling
 
 
-class Rotation(NamedTuple):
+@dataclass(frozen=True)
+class Rotation:
     """cos and signed sin of one step's positions, [tokens, 1, head_dim] each; sin is negated in its first half."""
 
     cos: torch.Tensor
     signed_sin: torch.Tensor
+    kernels: Kernels
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate x [tokens, heads, head_dim].
+        """x [tokens, heads, head_dim] rotated, contiguous.
 
         With halves (a, b) the result is (a cos - b sin, b cos + a sin): rolling by half a head swaps the halves, and
         the sign lies in the table.
         """
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.signed_sin)
+        return self.kernels.rotate(x, self.cos, self.signed_sin)
 
 
 class RotaryTable:
     """Rotations of positions 0 to `context_length` - 1."""
 
     def __init__(self, config: ModelConfig, context_length: int, placement: Placement) -> None:
+        self._kernels = placement.kernels
         inverse, amplitude = inverse_frequencies(config)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
@@ -42,7 +46,7 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions [tokens] int64"""
-        return Rotation(self._cos[positions], self._signed_sin[positions])
+        return Rotation(self._cos[positions], self._signed_sin[positions], self._kernels)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:

@@ -1,4 +1,4 @@
-"""The reference backend equals attention written out in float64, over any page table."""
+"""The CPU backends equal attention written out in float64, over any page table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import random
 import pytest
 import torch
 
-from mini_sglang.attention.base import AttentionMetadata
+from mini_sglang.attention.base import AttentionBackend, AttentionMetadata
+from mini_sglang.attention.cpu_backend import CpuBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
+from mini_sglang.kernels.cpu_kernels import CpuKernels
+
+
+def make_backend(name: str, pool: KVPool) -> AttentionBackend:
+    if name == "reference":
+        return ReferenceBackend(pool, torch.float32)
+    return CpuBackend(pool, torch.float32, CpuKernels(torch.float32))
 
 
 def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
@@ -25,6 +33,7 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: in
     return out
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 64), (8, 1, 32)])
 @pytest.mark.parametrize(
@@ -39,7 +48,7 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: in
     ids=["first token", "decodes", "prompt", "mixed", "chunk of two"],
 )
 def test_equals_float64(
-    page_size: int, heads: int, kv_heads: int, head_dim: int, shapes: list[tuple[int, int]]
+    backend: str, page_size: int, heads: int, kv_heads: int, head_dim: int, shapes: list[tuple[int, int]]
 ) -> None:
     """`shapes` are (start, count) per row; pages are handed out in random order."""
     torch.manual_seed(0)
@@ -71,7 +80,7 @@ def test_equals_float64(
     for row, (start, _) in enumerate(shapes):
         pool.store(1, cells(row, range(start)), keys[row][:start], values[row][:start])
     spans = [range(start, start + count) for start, count in shapes]
-    plan = ReferenceBackend(pool, torch.float32).plan(
+    plan = make_backend(backend, pool).plan(
         AttentionMetadata(
             starts=[start for start, _ in shapes],
             counts=[count for _, count in shapes],

@@ -1,0 +1,303 @@
+"""Fused CPU kernels for steps of few rows, compiled by Numba: norm, rotation, gate, and attention over the pages.
+
+A decode step of a small model is a few milliseconds of matrix products between hundreds of operations on a few hundred
+numbers each; in PyTorch calling them takes longer than computing them. These run on one thread, so that the threads
+that PyTorch keeps ready for its products are not disturbed. Steps of many rows go to PyTorch.
+
+Kernels take addresses: wrapping every tensor as an array would cost more than the kernel. bfloat16 travels as its 16
+bits; all arithmetic is float32. `TorchKernels` and the reference attention define what they compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from mini_sglang.kernels.base import TorchKernels
+
+MAX_ROWS = 32  # beyond it PyTorch's threads win
+DTYPES = (torch.float32, torch.bfloat16)
+
+_compile = njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, error_model="numpy", nogil=True, cache=True)
+
+
+class CpuKernels:
+    """`Kernels` for one dtype, float32 or bfloat16. Compiled on first use, and kept on disk."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._compiled = _float32_kernels() if dtype == torch.float32 else _bfloat16_kernels()
+        self._torch = TorchKernels()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        size = weight.shape[0]
+        rows = x.numel() // size
+        if rows > MAX_ROWS or not x.is_contiguous():
+            return self._torch.rms_norm(x, weight, eps)
+        out = torch.empty_like(x)
+        self._compiled.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps)
+        return out
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+        tokens, num_heads, size = heads.shape
+        if tokens > MAX_ROWS or heads.stride(1) != size:
+            return self._torch.rotate(heads, cos, signed_sin)
+        out = heads.new_empty(heads.shape)
+        self._compiled.rotate(
+            heads.data_ptr(),
+            cos.data_ptr(),
+            signed_sin.data_ptr(),
+            out.data_ptr(),
+            (tokens, heads.stride(0), num_heads, size),
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up.shape
+        if tokens > MAX_ROWS or not gate_up.is_contiguous():
+            return self._torch.silu_mul(gate_up)
+        out = gate_up.new_empty(tokens, width // 2)
+        self._compiled.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
+        return out
+
+    def store_and_attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cells: torch.Tensor,
+        page_table: torch.Tensor,
+        lengths: torch.Tensor,
+        page_size: int,
+    ) -> torch.Tensor:
+        """Store one token per row and attend it over its row's pages -> [R, heads, d]
+
+        q [R, heads, d], k and v [R, kv_heads, d], heads of a token contiguous; keys and values [cells, kv_heads, d]
+        contiguous, written at `cells` [R] int64; page_table [R, pages] int64 contiguous; lengths [R] int64: tokens that
+        each row sees, its own included.
+        """
+        rows, num_heads, size = q.shape
+        out = q.new_empty(rows, num_heads, size)
+        self._compiled.store_and_attend(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            cells.data_ptr(),
+            page_table.data_ptr(),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            (rows, q.stride(0), k.stride(0), v.stride(0)),
+            (num_heads, k.shape[1], size, keys.shape[0], page_size, page_table.shape[1]),
+        )
+        return out
+
+
+class _Compiled(NamedTuple):
+    rms_norm: Callable[..., None]
+    rotate: Callable[..., None]
+    silu_mul: Callable[..., None]
+    store_and_attend: Callable[..., None]
+
+
+def _float32_kernels() -> _Compiled:
+    return _kernels(np.float32)
+
+
+def _bfloat16_kernels() -> _Compiled:
+    return _kernels(np.uint16)
+
+
+def _kernels(cell: Any) -> _Compiled:
+    """The kernels over memory cells of one type: float32, or uint16 for the bits of bfloat16."""
+
+    @_compile
+    def rms_norm(x_at, weight_at, out_at, rows, size, eps):
+        x, out = carray(_pointer(x_at), (rows, size), cell), carray(_pointer(out_at), (rows, size), cell)
+        weight = carray(_pointer(weight_at), (size,), cell)
+        for row in range(rows):
+            total = np.float32(0)
+            for i in range(size):
+                value = _widen(x[row, i])
+                total += value * value
+            scale = np.float32(1 / math.sqrt(total / size + eps))
+            for i in range(size):
+                out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
+
+    @_compile
+    def rotate(heads_at, cos_at, sin_at, out_at, shape):
+        tokens, stride, num_heads, size = shape
+        heads = carray(_pointer(heads_at), ((tokens - 1) * stride + num_heads * size,), cell)
+        cos, sin = carray(_pointer(cos_at), (tokens, size), cell), carray(_pointer(sin_at), (tokens, size), cell)
+        out = carray(_pointer(out_at), (tokens, num_heads, size), cell)
+        half = size // 2
+        for token in range(tokens):
+            for head in range(num_heads):
+                at = token * stride + head * size
+                for i in range(half):
+                    a, b = _widen(heads[at + i]), _widen(heads[at + half + i])
+                    first = a * _widen(cos[token, i]) + b * _widen(sin[token, i])
+                    second = b * _widen(cos[token, half + i]) + a * _widen(sin[token, half + i])
+                    out[token, head, i] = _narrow(first, cos[token, i])
+                    out[token, head, half + i] = _narrow(second, cos[token, i])
+
+    @_compile
+    def silu_mul(gate_up_at, out_at, tokens, size):
+        gate_up = carray(_pointer(gate_up_at), (tokens, 2, size), cell)
+        out = carray(_pointer(out_at), (tokens, size), cell)
+        for token in range(tokens):
+            for i in range(size):
+                gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
+                out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
+
+    @_compile
+    def store_and_attend(
+        q_at,
+        k_at,
+        v_at,
+        keys_at,
+        values_at,
+        cells_at,
+        page_table_at,
+        lengths_at,
+        out_at,
+        row_shape,
+        sizes,
+    ):
+        rows, q_stride, k_stride, v_stride = row_shape
+        num_heads, kv_heads, size, num_cells, page_size, table_width = sizes
+        width, group = kv_heads * size, num_heads // kv_heads
+        q = carray(_pointer(q_at), ((rows - 1) * q_stride + num_heads * size,), cell)
+        k = carray(_pointer(k_at), ((rows - 1) * k_stride + width,), cell)
+        v = carray(_pointer(v_at), ((rows - 1) * v_stride + width,), cell)
+        keys, values = (
+            carray(_pointer(keys_at), (num_cells, kv_heads, size), cell),
+            carray(_pointer(values_at), (num_cells, kv_heads, size), cell),
+        )
+        cells, lengths = carray(_pointer(cells_at), (rows,), np.int64), carray(_pointer(lengths_at), (rows,), np.int64)
+        page_table = carray(_pointer(page_table_at), (rows, table_width), np.int64)
+        out = carray(_pointer(out_at), (rows, num_heads, size), cell)
+        scores = np.empty((group, table_width * page_size), np.float32)
+        query, mix = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
+        scale = np.float32(1 / math.sqrt(size))
+        for row in range(rows):
+            for kv_head in range(kv_heads):
+                for i in range(size):
+                    keys[cells[row], kv_head, i] = k[row * k_stride + kv_head * size + i]
+                    values[cells[row], kv_head, i] = v[row * v_stride + kv_head * size + i]
+        for row in range(rows):
+            length = lengths[row]
+            for kv_head in range(kv_heads):
+                for head in range(group):
+                    at = row * q_stride + (kv_head * group + head) * size
+                    for i in range(size):
+                        query[head, i] = _widen(q[at + i]) * scale
+                        mix[head, i] = 0
+                for position in range(length):
+                    at = page_table[row, position // page_size] * page_size + position % page_size
+                    for head in range(group):
+                        score = np.float32(0)
+                        for i in range(size):
+                            score += query[head, i] * _widen(keys[at, kv_head, i])
+                        scores[head, position] = score
+                for head in range(group):
+                    best = scores[head, 0]
+                    for position in range(length):
+                        best = max(best, scores[head, position])
+                    total = np.float32(0)
+                    for position in range(length):
+                        scores[head, position] = _exp(scores[head, position] - best)
+                        total += scores[head, position]
+                    for position in range(length):
+                        scores[head, position] /= total
+                for position in range(length):
+                    at = page_table[row, position // page_size] * page_size + position % page_size
+                    for head in range(group):
+                        share = scores[head, position]
+                        for i in range(size):
+                            mix[head, i] += share * _widen(values[at, kv_head, i])
+                for head in range(group):
+                    for i in range(size):
+                        out[row, kv_head * group + head, i] = _narrow(mix[head, i], keys[0, 0, 0])
+
+    return _Compiled(rms_norm, rotate, silu_mul, store_and_attend)
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address as the pointer that `carray` wants."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _widen(typing_context: Any, value: Any) -> Any:
+    """A float32 as it is, or the one whose upper half the 16 bits of a bfloat16 are."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if value == types.float32:
+            return arguments[0]
+        bits = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
+    """A float32 as a cell of the type of `like`: itself, or the bits of the nearest bfloat16 (ties to even)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if like == types.float32:
+            return arguments[0]
+        int32 = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], int32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(int32, 16)), ir.Constant(int32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(int32, 0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, ir.Constant(int32, 16)), ir.IntType(16))
+
+    return like(types.float32, like), generate
+
+
+@intrinsic
+def _power_of_two(typing_context: Any, exponent: Any) -> Any:
+    """2 ** exponent for a float32 holding a whole number from -126 to 127."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        int32 = ir.IntType(32)
+        biased = builder.add(builder.fptosi(arguments[0], int32), ir.Constant(int32, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(int32, 23)), ir.FloatType())
+
+    return types.float32(types.float32), generate
+
+
+@njit(inline="always")
+def _exp(x):
+    """exp(x) in float32 to about 2e-7, free of branches and calls so that loops over it become vector code.
+
+    exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial.
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.float32(np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5)))
+    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)  # ln(2) in two parts
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
+    p = p * r + np.float32(1 / 120)
+    p = p * r + np.float32(1 / 24)
+    p = p * r + np.float32(1 / 6)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1)
+    p = p * r + np.float32(1)
+    return p * _power_of_two(n)

@@ -1,0 +1,486 @@
+"""Paged decode attention: one query token per row against the keys and values of its pages.
+
+Responsible for the Triton kernels, their workspace and the PyTorch twin. Knows tensors only: no request, no model, no
+backend. Grids depend on static maxima and lengths are read on the device, so every launch can lie in a CUDA graph.
+
+How the work is cut. A row is cut into splits of `split_tokens` tokens (longer for long rows, so that none has more than
+`max_splits`): the order of additions is a function of the row's own length, never of the batch. A work item is one
+split of one KV head; the query heads that share it are the rows of one tile, padded to the 16 that a tensor core takes.
+A fixed number of programs walks the list of items, long rows first, the short last splits at the end. The program that
+finishes a row's last split merges the splits in their order ("split-KV", Dao et al., Flash-Decoding, 2023).
+
+    row 0  |split 0|split 1|split 2|last|        items: 0.0 0.1 0.2 1.0 | 0.3 1.1 2.0, times KV heads
+    row 1  |split 0|last|
+    row 2  |last|
+"""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length, unused
+
+
+@dataclass(frozen=True)
+class DecodeTuning:
+    """How the kernel is cut. `max_splits` and `block_tokens` change the last bits of results, the others do not.
+
+    Programs of one warp need no barriers among warps, and eight of them share a multiprocessor: fastest on an H100.
+    """
+
+    block_tokens: int = 16  # tokens of K and V per iteration
+    max_splits: int = 32
+    num_warps: int = 1
+    num_stages: int = 3  # depth of the software pipeline that loads K and V ahead
+    programs_per_sm: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("max_splits", "block_tokens"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        if self.block_tokens < 16:
+            raise ValueError(f"a tensor core takes at least 16 tokens, got block_tokens {self.block_tokens}")
+
+
+def decode_tuning(head_dim: int, dtype: torch.dtype) -> DecodeTuning:
+    """The fastest cut, measured on an H100 in bfloat16; wide heads need the registers of more warps."""
+    if dtype.itemsize > 2:
+        return DecodeTuning(num_warps=4, num_stages=2, programs_per_sm=2)
+    if head_dim > 128:
+        return DecodeTuning(num_warps=2, programs_per_sm=4)
+    return DecodeTuning()
+
+
+def split_tokens_for(rows: int, num_kv_heads: int) -> int:
+    """Tokens per split that a step of so many rows runs fastest with: few rows need many splits to fill a GPU.
+
+    For results that do not depend on the batch, use one number for all steps instead (128 costs a large batch 5 %).
+    """
+    pairs = rows * num_kv_heads
+    return 512 if pairs >= 128 else 256 if pairs >= 64 else 128 if pairs >= 32 else 32
+
+
+class PagedDecode:
+    """The workspace of decode attention for up to `max_rows` rows: `plan` once per step, `run` once per layer.
+
+    All its tensors are allocated here, so both calls can be captured; the largest takes max_rows * max_splits *
+    num_heads * head_dim * 4 bytes. Steps must follow each other on one stream.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        device: torch.device,
+        tuning: DecodeTuning,
+        window: int | None = None,
+    ) -> None:
+        """`window`: each query sees only the last `window` positions, its own included."""
+        check_heads(num_heads, num_kv_heads, head_dim)
+        self._tuning = tuning
+        self._max_rows = max_rows
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._page_size = page_size
+        self._window = window or 0
+        splits = tuning.max_splits
+        self._items = torch.zeros(max_rows * splits, _FIELDS, dtype=torch.int32, device=device)
+        self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        # splits of a row that are done, per KV head; whoever finishes the last one puts it back to 0
+        self._arrived = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
+        self._partial = torch.empty(max_rows, splits, num_heads, head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(max_rows, splits, num_heads, dtype=torch.float32, device=device)
+        self._programs = 4  # in the interpreter: enough to meet every case of sharing
+        if device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self._programs = sms * tuning.programs_per_sm
+
+    def plan(self, lengths: torch.Tensor, tokens: torch.Tensor, *, split_tokens: int) -> None:
+        """List the step's work.
+
+        lengths [rows] int32: tokens that each row's query sees, its own included, 0 to skip the row; tokens [rows]
+        int32: where in q and out each row's token lies.
+        """
+        rows = lengths.shape[0]
+        if rows > self._max_rows:
+            raise ValueError(f"{rows} rows exceed the workspace's {self._max_rows}")
+        if split_tokens < 1 or split_tokens % self._tuning.block_tokens:
+            raise ValueError(f"split_tokens {split_tokens} is no multiple of {self._tuning.block_tokens}")
+        _plan_kernel[(rows,)](
+            lengths,
+            tokens,
+            self._items,
+            self._num_items,
+            rows,
+            ROWS=triton.next_power_of_2(rows),
+            SPLIT=split_tokens,
+            MAX_SPLITS=self._tuning.max_splits,
+            BLOCK=self._tuning.block_tokens,
+            WINDOW=self._window,
+            FIELDS=_FIELDS,
+            num_warps=4,
+        )
+
+    def run(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attend as planned; tokens of no planned row keep what `out` holds.
+
+        q [T, heads, head_dim], only its first dimension may be strided; keys, values [num_cells, kv_heads, head_dim];
+        page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype.
+        """
+        check_operands(q, keys, values, out)
+        group = self._num_heads // self._num_kv_heads
+        _decode_kernel[(self._programs,)](
+            q,
+            keys,
+            values,
+            page_table,
+            self._items,
+            self._num_items,
+            self._arrived,
+            self._partial,
+            self._partial_lse,
+            out,
+            q.stride(0),
+            page_table.stride(0),
+            self._items.shape[0] - 1,
+            softmax_scale_log2(self._head_dim),
+            KV_HEADS=self._num_kv_heads,
+            GROUP=group,
+            GROUP_PAD=triton.next_power_of_2(group),
+            HEAD_DIM=self._head_dim,
+            DIM_PAD=triton.next_power_of_2(self._head_dim),
+            PAGE_SIZE=self._page_size,
+            MAX_SPLITS=self._tuning.max_splits,
+            BLOCK=self._tuning.block_tokens,
+            WINDOW=self._window,
+            STAGES=self._tuning.num_stages,
+            FIELDS=_FIELDS,
+            num_warps=self._tuning.num_warps,
+        )
+
+
+def paged_decode_reference(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    tokens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    page_size: int,
+    window: int | None = None,
+) -> None:
+    """The twin of `PagedDecode.plan` and `run`, in float64, row by row."""
+    group = q.shape[1] // keys.shape[1]
+    for row, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
+        positions = torch.arange(max(0, length - window) if window else 0, length, device=q.device)
+        cells = page_table[row, positions // page_size].long() * page_size + positions % page_size
+        k = keys[cells].double().repeat_interleave(group, 1)  # [length, heads, head_dim]
+        v = values[cells].double().repeat_interleave(group, 1)
+        token = int(tokens[row])
+        scores = torch.einsum("hd,nhd->hn", q[token].double(), k) / math.sqrt(q.shape[2])
+        out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v).to(out.dtype)
+
+
+def softmax_scale_log2(head_dim: int) -> float:
+    """The factor on q·k for a softmax in powers of two: log2(e) / sqrt(head_dim)"""
+    return math.log2(math.e) / math.sqrt(head_dim)
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError for shapes that the attention kernels do not take."""
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > 16:
+        raise ValueError(f"{num_heads} query heads must be 1 to 16 per KV head, of which there are {num_kv_heads}")
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        raise ValueError(f"head_dim must be a multiple of 16 from 16 to 256, got {head_dim}")
+
+
+def check_operands(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise ValueError for layouts that the attention kernels would misread."""
+    if q.stride()[1:] != (q.shape[2], 1):
+        raise ValueError(f"the heads of a query token must be contiguous, got strides {q.stride()}")
+    if not (keys.is_contiguous() and values.is_contiguous() and out.is_contiguous()):
+        raise ValueError("keys, values and out must be contiguous")
+
+
+@triton.jit
+def _split_of(length, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """(first position that is read, tokens per split, number of splits) of a row, or of a vector of rows"""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
+    size = SPLIT * tl.maximum(tl.cdiv(length - first, SPLIT * MAX_SPLITS), 1)
+    return first, size, tl.cdiv(length - first, size)
+
+
+@triton.jit
+def _plan_kernel(
+    lengths,
+    tokens,
+    items,
+    num_items,
+    rows,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """One program per row writes its items: whole splits of long rows first, all last splits behind them."""
+    row = tl.program_id(0)
+    others = tl.arange(0, ROWS)
+    length = tl.load(lengths + row)
+    token = tl.load(tokens + row)
+    other_lengths = tl.load(lengths + others, mask=others < rows, other=0)
+    first, size, splits = _split_of(length, SPLIT, MAX_SPLITS, BLOCK, WINDOW)
+    _, _, other_splits = _split_of(other_lengths, SPLIT, MAX_SPLITS, BLOCK, WINDOW)
+    before = (other_lengths > length) | ((other_lengths == length) & (others < row))
+    whole = tl.maximum(other_splits - 1, 0)
+    whole_before = tl.sum(tl.where(before, whole, 0))
+    last_before = tl.sum(tl.where(before & (other_splits > 0), 1, 0))
+    split = tl.arange(0, MAX_SPLITS)
+    item = tl.where(split == splits - 1, tl.sum(whole) + last_before, whole_before + split)
+    there = split < splits
+    begin = first + split * size
+    at = items + item * FIELDS
+    tl.store(at, row, mask=there)
+    tl.store(at + 1, token, mask=there)
+    tl.store(at + 2, begin, mask=there)
+    tl.store(at + 3, tl.minimum(begin + size, length), mask=there)
+    tl.store(at + 4, split, mask=there)
+    tl.store(at + 5, splits, mask=there)
+    tl.store(at + 6, length, mask=there)
+    tl.store(num_items, tl.sum(other_splits), mask=row == 0)
+
+
+@triton.jit
+def _read_item(items, item, FIELDS: tl.constexpr):
+    """row, token, begin, end, split, splits, length"""
+    at = items + item * FIELDS
+    return (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+    )
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    keys,
+    values,
+    page_table,
+    items,
+    num_items,
+    arrived,
+    partial,
+    partial_lse,
+    out,
+    q_stride,
+    table_stride,
+    last_item,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """A program takes every num_programs-th item; neighbouring programs read the KV heads of the same tokens."""
+    heads = tl.arange(0, 16)  # query heads of the group, padded
+    dims = tl.arange(0, DIM_PAD)
+    q_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    first_work = tl.program_id(0)
+    total = tl.load(num_items) * KV_HEADS
+    # items are read one ahead, the first together with their number, so that no item starts with a chain of loads
+    row, token, begin, end, split, splits, length = _read_item(
+        items, tl.minimum(first_work // KV_HEADS, last_item), FIELDS
+    )
+    for work in range(first_work, total, tl.num_programs(0)):
+        kv_head = work % KV_HEADS
+        token_place = token.to(tl.int64)
+        head_offsets = (kv_head * GROUP + heads) * HEAD_DIM
+        q_tile = tl.load(q + token_place * q_stride + head_offsets[:, None] + dims[None, :], mask=q_mask, other=0.0)
+        acc, total_weight, highest = _attend(
+            q_tile,
+            keys + kv_head * HEAD_DIM,
+            values + kv_head * HEAD_DIM,
+            page_table + row.to(tl.int64) * table_stride,
+            begin,
+            end,
+            length,
+            scale_log2,
+            KV_HEADS,
+            HEAD_DIM,
+            DIM_PAD,
+            PAGE_SIZE,
+            BLOCK,
+            WINDOW,
+            STAGES,
+        )
+        next_item = tl.minimum((work + tl.num_programs(0)) // KV_HEADS, last_item)
+        next_row, next_token, next_begin, next_end, next_split, next_splits, next_length = _read_item(
+            items, next_item, FIELDS
+        )
+        acc = acc / total_weight[:, None]
+        if splits == 1:
+            places = token_place * (KV_HEADS * GROUP * HEAD_DIM) + head_offsets[:, None] + dims[None, :]
+            tl.store(out + places, acc.to(out.dtype.element_ty), mask=q_mask)
+        else:
+            first_slot = row.to(tl.int64) * (MAX_SPLITS * KV_HEADS * GROUP) + kv_head * GROUP
+            slot = first_slot + split * (KV_HEADS * GROUP)
+            tl.store(partial + (slot + heads[:, None]) * HEAD_DIM + dims[None, :], acc, mask=q_mask)
+            tl.store(partial_lse + slot + heads, highest + tl.log2(total_weight), mask=heads < GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            counter = arrived + row * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                _merge(
+                    partial + first_slot * HEAD_DIM,
+                    partial_lse + first_slot,
+                    out + (token_place * KV_HEADS + kv_head) * (GROUP * HEAD_DIM),
+                    splits,
+                    KV_HEADS * GROUP,
+                    GROUP,
+                    GROUP_PAD,
+                    HEAD_DIM,
+                    DIM_PAD,
+                    MAX_SPLITS,
+                )
+        row, token, begin, end = next_row, next_token, next_begin, next_end
+        split, splits, length = next_split, next_splits, next_length
+
+
+@triton.jit
+def _attend(
+    q_tile,
+    keys,
+    values,
+    pages,
+    begin,
+    end,
+    length,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax over positions [begin, end) -> (sum of weighted values, sum of weights, highest score)"""
+    dims = tl.arange(0, DIM_PAD)
+    highest = tl.full([16], float("-inf"), tl.float32)
+    total_weight = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, DIM_PAD], tl.float32)
+    # page ids are read one tile ahead, so that the loads of K and V depend on no load of their own iteration
+    page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK)
+    for tile in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        positions = tile + tl.arange(0, BLOCK)
+        seen = positions < end
+        cells = page.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        places = cells[:, None] * (KV_HEADS * HEAD_DIM) + dims[None, :]
+        page = pages_of(pages, tile + BLOCK, end, PAGE_SIZE, BLOCK)
+        # cells beyond the end are not read: what lies there may be NaN, and 0 * NaN is NaN
+        mask = seen[:, None]
+        if DIM_PAD != HEAD_DIM:
+            mask = mask & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + places, mask=mask, other=0.0)
+        v = tl.load(values + places, mask=mask, other=0.0)
+        scores = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee") * scale_log2
+        if WINDOW > 0:
+            seen = seen & (positions >= length - WINDOW)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        decay = tl.exp2(highest - new_highest)
+        total_weight = total_weight * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q_tile.dtype), v.to(q_tile.dtype), acc * decay[:, None], input_precision="ieee")
+        highest = new_highest
+    return acc, total_weight, highest
+
+
+@triton.jit
+def pages_of(pages, tile, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Page ids of the BLOCK positions from `tile` (a multiple of BLOCK) on: one if they share a page, else one each."""
+    if PAGE_SIZE % BLOCK == 0:
+        page = tl.load(pages + tile // PAGE_SIZE, mask=tile < end, other=0)
+    else:
+        positions = tile + tl.arange(0, BLOCK)
+        page = tl.load(pages + positions // PAGE_SIZE, mask=positions < end, other=0)
+    return page
+
+
+@triton.jit
+def _merge(
+    partial,
+    partial_lse,
+    out,
+    splits,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Weigh a row's splits by their share of the softmax, in their order, and write the group's heads."""
+    MOST: tl.constexpr = 4096 // (GROUP_PAD * DIM_PAD)  # splits per iteration that registers hold
+    CHUNK: tl.constexpr = max(1, min(MAX_SPLITS, MOST))
+    heads = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total_weight = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for chunk in range(0, splits, CHUNK):
+        split = chunk + tl.arange(0, CHUNK)
+        there = (split < splits)[:, None] & (heads < GROUP)[None, :]
+        # other programs wrote these: read past this multiprocessor's own cache
+        lse = tl.load(
+            partial_lse + split[:, None] * NUM_HEADS + heads[None, :], mask=there, other=0.0, cache_modifier=".cg"
+        )
+        lse = tl.where((split < splits)[:, None], lse, float("-inf"))
+        values = tl.load(
+            partial + split[:, None, None] * (NUM_HEADS * HEAD_DIM) + places[None, :, :],
+            mask=(split < splits)[:, None, None] & mask[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_highest[None, :])
+        decay = tl.exp2(highest - new_highest)
+        total_weight = total_weight * decay + tl.sum(weights, 0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
+        highest = new_highest
+    tl.store(out + places, (acc / total_weight[:, None]).to(out.dtype.element_ty), mask=mask)

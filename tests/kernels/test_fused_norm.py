@@ -1,0 +1,49 @@
+"""The fused norms equal their twins, residual included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mini_sglang.kernels.fused_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+CASES = [
+    pytest.param(torch.float32, 2e-6, 3, 100),
+    pytest.param(torch.float32, 2e-6, 1, 1024),
+    pytest.param(torch.float16, 2e-3, 5, 576),
+    pytest.param(torch.bfloat16, 1e-2, 257, 4096, marks=[pytest.mark.gpu, needs_gpu]),
+    pytest.param(torch.bfloat16, 1e-2, 64, 1024, marks=[pytest.mark.gpu, needs_gpu]),
+]
+
+
+def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((actual.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance", "rows", "size"), CASES)
+def test_norm_equals_float64(device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, size + 8).to(device, dtype)[:, :size], torch.randn(size).to(device, dtype)
+    wanted = rms_norm_reference(x.double(), weight.double(), 1e-5)
+    assert relative_error(rms_norm(x, weight, 1e-5), wanted) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance", "rows", "size"), CASES)
+def test_addition_and_norm_equal_float64(
+    device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, rows, size).to(device, dtype).unbind()
+    weight = torch.randn(size).to(device, dtype)
+    summed = residual + x
+    wanted = add_rms_norm_reference(x.double(), residual.double(), weight.double(), 1e-5)
+    assert relative_error(add_rms_norm(x, residual, weight, 1e-5), wanted) < tolerance
+    assert torch.equal(residual, summed)
+
+
+def test_a_row_alone_gives_the_bits_it_gives_in_a_batch(device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 200).to(device), torch.randn(200).to(device)
+    together = rms_norm(x, weight, 1e-6)
+    assert torch.equal(torch.cat([rms_norm(row, weight, 1e-6) for row in x.split(1)]), together)
