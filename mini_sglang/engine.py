@@ -94,6 +94,10 @@ class Engine:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
+    def check(self) -> None:
+        """Raise RuntimeError, saying what is wrong, unless every page, slot and request is accounted for. O(pages)"""
+        self.scheduler.check()
+
     def flush_cache(self) -> int:
         """Drop every cached page that no running request holds; returns how many."""
         return self.scheduler.flush_cache()

@@ -78,6 +78,7 @@ class EngineLoop:
         self._engine = engine
         self._socket = socket
         self._parent_pid = parent_pid
+        self._is_checked = True  # nothing has run since the accounts were last looked at
 
     def run(self) -> None:
         """Serve until Shutdown or until the parent is gone."""
@@ -95,12 +96,20 @@ class EngineLoop:
                     logger.warning("the parent process is gone, leaving")
                     return False
                 if busy:
+                    self._is_checked = False
                     return True
+                self._check_accounts()
                 continue
             message = decode_to_engine(self._socket.recv())
             if isinstance(message, Shutdown):
                 return False
             self._handle(message)
+
+    def _check_accounts(self) -> None:
+        """While idle, once after work. A lost or doubly held page would corrupt answers unseen: better to stop."""
+        if not self._is_checked:
+            self._engine.check()
+            self._is_checked = True
 
     def _handle(self, message: ToEngine) -> None:
         match message:

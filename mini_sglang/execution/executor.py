@@ -20,7 +20,8 @@ from mini_sglang.kernels.base import Kernels, TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.registry import build_model
-from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
+from mini_sglang.request import SamplingParams
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
@@ -75,10 +76,24 @@ class Executor:
             self.config.max_running_requests, _resolved(self.config.context_length), self.config.page_size, device
         )
         self._runner = ModelRunner(model, pool, make_backend(pool), table)
+        self._warm_up()
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start a step. On a CPU it has finished when this returns."""
         return StepHandle(self._runner.run(batch))
+
+    def _warm_up(self) -> None:
+        """Compute one token in a page that nobody holds yet, so that no request waits for kernels to be compiled."""
+        row = NewRow(slot=0, token_ids=[0], num_prompt_tokens=1, params=SamplingParams(temperature=0), seed=0)
+        self._runner.run(
+            ScheduledBatch(
+                step=0,
+                rows=[Row(slot=0, start=0, count=1, samples=True)],
+                new_rows=[row],
+                new_pages=[NewPages(slot=0, first_index=0, page_ids=[0])],
+                page_copies=[],
+            )
+        )
 
     def close(self) -> None:
         """Drop the model and the pool."""
