@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"weights.tensor"},
     "attention": {"kernels"},
     "layers": {"kernels", "attention.base", "models.config", "weights.tensor"},
-    "models": {"layers", "attention.base", "weights.tensor"},
+    "models": {"layers", "attention.base", "kernels.base", "weights.tensor"},
     "weights": {"models.config"},
     "execution": {
         "kernels",

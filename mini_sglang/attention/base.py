@@ -1,7 +1,7 @@
 """What an attention backend is: plan once per step, run once per layer. Knows no model.
 
-A plan is given to the layers and is all they see: storing a step's keys and values and attending to a request's pages
-is one call, whatever the backend.
+A plan is given to the layers and is all they see: where the step's keys and values go, and how queries attend to what
+is there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from mini_sglang.kernels.base import KVCells
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,14 @@ class AttentionMetadata:
 class AttentionPlan(Protocol):
     """The attention of one step."""
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Store k and v [T, kv_heads, head_dim] of `layer`, then attend q [T, heads, head_dim], causally.
+    def target(self, layer: int) -> KVCells:
+        """Where the keys and values of the step's tokens have to lie before `attend` of that layer."""
+        ...
 
-        Token i of a row at position p sees that row's positions 0 to p. Returns [T, heads, head_dim].
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attend q [T, heads, head_dim] causally: a token at position p sees its row's positions 0 to p.
+
+        Returns [T, heads, head_dim].
         """
         ...
 

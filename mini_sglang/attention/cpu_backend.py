@@ -11,6 +11,7 @@ import torch
 from mini_sglang.attention.base import AttentionMetadata, AttentionPlan
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
+from mini_sglang.kernels.base import KVCells
 from mini_sglang.kernels.cpu_kernels import MAX_ROWS, CpuKernels
 
 
@@ -40,15 +41,9 @@ class CpuDecodePlan:
         self._page_table = metadata.page_table[:, :num_pages].contiguous()
         self._lengths = torch.tensor(lengths)
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        return self._kernels.store_and_attend(
-            q,
-            k,
-            v,
-            self._pool.key_cells[layer],
-            self._pool.value_cells[layer],
-            self._cells,
-            self._page_table,
-            self._lengths,
-            self._pool.page_size,
-        )
+    def target(self, layer: int) -> KVCells:
+        return self._pool.cells(layer, self._cells)
+
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        keys, values = self._pool.key_cells[layer], self._pool.value_cells[layer]
+        return self._kernels.attend(q.contiguous(), keys, values, self._page_table, self._lengths, self._pool.page_size)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mini_sglang.kernels.base import KVCells
+
 
 class KVPool:
     """Per layer [2, num_pages, page_size, kv_heads, head_dim]: keys at index 0, values at 1 (NHD order)."""
@@ -31,10 +33,9 @@ class KVPool:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
 
-    def store(self, layer: int, cells: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v [tokens, kv_heads, head_dim] to `cells` [tokens] int64."""
-        self.key_cells[layer].index_copy_(0, cells, k)
-        self.value_cells[layer].index_copy_(0, cells, v)
+    def cells(self, layer: int, cells: torch.Tensor) -> KVCells:
+        """`cells` [tokens] int64 of one layer, as a place to store to."""
+        return KVCells(self.key_cells[layer], self.value_cells[layer], cells)
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Keys and values of `pages` [n] in that order -> [2, n * page_size, kv_heads, head_dim]"""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.kernels.base import KVCells
 
 
 class ReferenceBackend:
@@ -43,11 +44,13 @@ class ReferencePlan:
             torch.tensor([firsts[row] for row in decode_rows], device=device) if self._chunks and decode_rows else None
         )
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        self._pool.store(layer, self._cells, k, v)
+    def target(self, layer: int) -> KVCells:
+        return self._pool.cells(layer, self._cells)
+
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         if self._decode is not None and not self._chunks:
             return self._decode.run(q, layer)
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for chunk in self._chunks:
             out[chunk.tokens] = chunk.run(q[chunk.tokens], layer)
         if self._decode is not None:
@@ -75,7 +78,7 @@ class _Decode:
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
         k, v = self._pool.gather(layer, self._pages).view(self._kv_shape).transpose(2, 3).unbind()
-        return F.scaled_dot_product_attention(q.view(self._q_shape), k, v, attn_mask=self._mask).reshape(q.shape)
+        return F.scaled_dot_product_attention(q.reshape(self._q_shape), k, v, attn_mask=self._mask).reshape(q.shape)
 
 
 class _Chunk:

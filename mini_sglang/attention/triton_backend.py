@@ -12,6 +12,7 @@ import torch
 
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.kernels.base import KVCells
 from mini_sglang.kernels.paged_decode import DecodeTuning, PagedDecode, decode_tuning, split_tokens_for
 from mini_sglang.kernels.paged_prefill import PrefillTuning, paged_prefill, prefill_tiles, prefill_tuning
 
@@ -82,10 +83,8 @@ class TritonPlan:
     def _prefill_tuning(self) -> PrefillTuning:
         return self._backend.prefill_tuning
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Store k and v [T, kv_heads, head_dim], then attend q [T, heads, head_dim] -> the same shape"""
-        self._backend.pool.store(layer, self._cells, k, v)
-        return self.attend(q, layer)
+    def target(self, layer: int) -> KVCells:
+        return self._backend.pool.cells(layer, self._cells)
 
     def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """Attend q [T, heads, head_dim] to what the pool holds, the step's own tokens included -> the same shape"""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mini_sglang.kernels.noise import exponential_times, row_keys
 from mini_sglang.request import SamplingParams, TokenLogprobs
 
 _FIRST_CANDIDATES = 256  # enough for nearly every top-p; wider distributions take a second look at everything
@@ -71,6 +72,11 @@ def token_logprobs(
             logprobs=[float(sampled[index, 0]), *best.values[index, :count].tolist()],
         )
     return results
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the token is the winner of the plain race (or the argmax): nothing filters, biases or asks for more."""
+    return not (_changes_logits(params) or _filters(params) or params.logprobs is not None)
 
 
 def _changes_logits(params: SamplingParams) -> bool:
@@ -157,35 +163,8 @@ def _race(logits: torch.Tensor, token_ids: torch.Tensor, keys: torch.Tensor) -> 
 
     logits [R, n] float32 (-inf: does not run), token_ids [R, n] or [n] int32, keys [R] int32 -> [R] int64
     """
-    bits = _hash(token_ids * _signed32(0x9E3779B9) + keys.unsqueeze(1)) & 0x7FFFFFFF
-    uniform = (bits.float() + 0.5) * 2.0**-31  # in (0, 1], finest near 0, where the winners of the tail lie
-    # an exponential time -log(1 - u), divided by exp(logit): the smallest wins
-    return (logits - uniform.neg_().log1p_().neg_().log_()).argmax(-1)
+    return (logits - exponential_times(token_ids, keys).log_()).argmax(-1)  # the smallest time / exp(logit) wins
 
 
 def _keys(rows: list[int], batch: SamplingBatch, device: torch.device) -> torch.Tensor:
-    """One number per row from its (seed, position) alone, [len(rows)] int32"""
-    keys = [_mix64(_mix64(batch.seeds[row]) + batch.positions[row]) & 0xFFFFFFFF for row in rows]
-    return torch.tensor([_signed32(key) for key in keys], dtype=torch.int32, device=device)
-
-
-def _mix64(x: int) -> int:
-    """SplitMix64's step (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
-
-
-def _hash(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finaliser (Appleby, public domain) on int32, whose arithmetic wraps as uint32's does."""
-    x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed32(0x85EBCA6B))
-    x = x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_signed32(0xC2B2AE35))
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-
-
-def _signed32(x: int) -> int:
-    return x - (1 << 32) if x >> 31 else x
-
-
-_MASK64 = (1 << 64) - 1
+    return row_keys([batch.seeds[row] for row in rows], [batch.positions[row] for row in rows], device)

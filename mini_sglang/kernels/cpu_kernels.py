@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from mini_sglang.kernels.base import TorchKernels
+from mini_sglang.kernels.base import KVCells, Rotation, TorchKernels
 
 MAX_ROWS = 32  # beyond it PyTorch's threads win
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,19 +44,37 @@ class CpuKernels:
         self._compiled.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps)
         return out
 
-    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-        tokens, num_heads, size = heads.shape
-        if tokens > MAX_ROWS or heads.stride(1) != size:
-            return self._torch.rotate(heads, cos, signed_sin)
-        out = heads.new_empty(heads.shape)
-        self._compiled.rotate(
-            heads.data_ptr(),
-            cos.data_ptr(),
-            signed_sin.data_ptr(),
-            out.data_ptr(),
-            (tokens, heads.stride(0), num_heads, size),
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        target: KVCells,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        tokens, (kv_heads, size) = qkv.shape[0], target.keys.shape[1:]
+        if tokens > MAX_ROWS or not qkv.is_contiguous():
+            return self._torch.rope_store(qkv, rotation, target, q_norm, k_norm, eps)
+        num_heads = qkv.shape[1] // size - 2 * kv_heads
+        q = qkv.new_empty(tokens, num_heads, size)
+        has_norm = q_norm is not None and k_norm is not None
+        self._compiled.rope_store(
+            qkv.data_ptr(),
+            rotation.cos.data_ptr(),
+            rotation.sin.data_ptr(),
+            rotation.positions.data_ptr(),
+            target.keys.data_ptr(),
+            target.values.data_ptr(),
+            target.cells.data_ptr(),
+            q_norm.data_ptr() if q_norm is not None else 0,
+            k_norm.data_ptr() if k_norm is not None else 0,
+            q.data_ptr(),
+            (tokens, num_heads, kv_heads, size, rotation.cos.shape[0], target.keys.shape[0]),
+            has_norm,
+            eps,
         )
-        return out
+        return q
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, width = gate_up.shape
@@ -66,47 +84,39 @@ class CpuKernels:
         self._compiled.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
         return out
 
-    def store_and_attend(
+    def attend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        cells: torch.Tensor,
         page_table: torch.Tensor,
         lengths: torch.Tensor,
         page_size: int,
     ) -> torch.Tensor:
-        """Store one token per row and attend it over its row's pages -> [R, heads, d]
+        """Attend one token per row over its row's pages. q [R, heads, head_dim] contiguous -> the same shape
 
-        q [R, heads, d], k and v [R, kv_heads, d], heads of a token contiguous; keys and values [cells, kv_heads, d]
-        contiguous, written at `cells` [R] int64; page_table [R, pages] int64 contiguous; lengths [R] int64: tokens that
-        each row sees, its own included.
+        keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; lengths [R]
+        int64: tokens that each row sees, its own included.
         """
         rows, num_heads, size = q.shape
-        out = q.new_empty(rows, num_heads, size)
-        self._compiled.store_and_attend(
+        out = torch.empty_like(q)
+        self._compiled.attend(
             q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
-            cells.data_ptr(),
             page_table.data_ptr(),
             lengths.data_ptr(),
             out.data_ptr(),
-            (rows, q.stride(0), k.stride(0), v.stride(0)),
-            (num_heads, k.shape[1], size, keys.shape[0], page_size, page_table.shape[1]),
+            (rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1]),
         )
         return out
 
 
 class _Compiled(NamedTuple):
     rms_norm: Callable[..., None]
-    rotate: Callable[..., None]
+    rope_store: Callable[..., None]
     silu_mul: Callable[..., None]
-    store_and_attend: Callable[..., None]
+    attend: Callable[..., None]
 
 
 def _float32_kernels() -> _Compiled:
@@ -134,21 +144,48 @@ def _kernels(cell: Any) -> _Compiled:
                 out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
 
     @_compile
-    def rotate(heads_at, cos_at, sin_at, out_at, shape):
-        tokens, stride, num_heads, size = shape
-        heads = carray(_pointer(heads_at), ((tokens - 1) * stride + num_heads * size,), cell)
-        cos, sin = carray(_pointer(cos_at), (tokens, size), cell), carray(_pointer(sin_at), (tokens, size), cell)
-        out = carray(_pointer(out_at), (tokens, num_heads, size), cell)
+    def rope_store(
+        qkv_at, cos_at, sin_at, positions_at, keys_at, values_at, cells_at, q_norm_at, k_norm_at, q_at, sizes, norm, eps
+    ):
+        tokens, num_heads, kv_heads, size, context, num_cells = sizes
         half = size // 2
+        qkv = carray(_pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), cell)
+        cos, sin = carray(_pointer(cos_at), (context, half), cell), carray(_pointer(sin_at), (context, half), cell)
+        positions = carray(_pointer(positions_at), (tokens,), np.int64)
+        cells = carray(_pointer(cells_at), (tokens,), np.int64)
+        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
+        values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
+        q_norm, k_norm = carray(_pointer(q_norm_at), (size,), cell), carray(_pointer(k_norm_at), (size,), cell)
+        q = carray(_pointer(q_at), (tokens, num_heads, size), cell)
+        values_of_head = np.empty(size, np.float32)
         for token in range(tokens):
-            for head in range(num_heads):
-                at = token * stride + head * size
+            position, target = positions[token], cells[token]
+            for head in range(num_heads + kv_heads):
+                is_query = head < num_heads
+                for i in range(size):
+                    values_of_head[i] = _widen(qkv[token, head, i])
+                if norm:
+                    total = np.float32(0)
+                    for i in range(size):
+                        total += values_of_head[i] * values_of_head[i]
+                    scale = np.float32(1 / math.sqrt(total / size + eps))
+                    for i in range(size):
+                        weight = _widen(q_norm[i]) if is_query else _widen(k_norm[i])
+                        values_of_head[i] *= scale * weight
                 for i in range(half):
-                    a, b = _widen(heads[at + i]), _widen(heads[at + half + i])
-                    first = a * _widen(cos[token, i]) + b * _widen(sin[token, i])
-                    second = b * _widen(cos[token, half + i]) + a * _widen(sin[token, half + i])
-                    out[token, head, i] = _narrow(first, cos[token, i])
-                    out[token, head, half + i] = _narrow(second, cos[token, i])
+                    a, b = values_of_head[i], values_of_head[half + i]
+                    c, s = _widen(cos[position, i]), _widen(sin[position, i])
+                    values_of_head[i] = a * c - b * s
+                    values_of_head[half + i] = b * c + a * s
+                if is_query:
+                    for i in range(size):
+                        q[token, head, i] = _narrow(values_of_head[i], cos[0, 0])
+                else:
+                    for i in range(size):
+                        keys[target, head - num_heads, i] = _narrow(values_of_head[i], cos[0, 0])
+            for head in range(kv_heads):
+                for i in range(size):
+                    values[target, head, i] = qkv[token, num_heads + kv_heads + head, i]
 
     @_compile
     def silu_mul(gate_up_at, out_at, tokens, size):
@@ -160,47 +197,25 @@ def _kernels(cell: Any) -> _Compiled:
                 out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
 
     @_compile
-    def store_and_attend(
-        q_at,
-        k_at,
-        v_at,
-        keys_at,
-        values_at,
-        cells_at,
-        page_table_at,
-        lengths_at,
-        out_at,
-        row_shape,
-        sizes,
-    ):
-        rows, q_stride, k_stride, v_stride = row_shape
-        num_heads, kv_heads, size, num_cells, page_size, table_width = sizes
-        width, group = kv_heads * size, num_heads // kv_heads
-        q = carray(_pointer(q_at), ((rows - 1) * q_stride + num_heads * size,), cell)
-        k = carray(_pointer(k_at), ((rows - 1) * k_stride + width,), cell)
-        v = carray(_pointer(v_at), ((rows - 1) * v_stride + width,), cell)
-        keys, values = (
-            carray(_pointer(keys_at), (num_cells, kv_heads, size), cell),
-            carray(_pointer(values_at), (num_cells, kv_heads, size), cell),
-        )
-        cells, lengths = carray(_pointer(cells_at), (rows,), np.int64), carray(_pointer(lengths_at), (rows,), np.int64)
+    def attend(q_at, keys_at, values_at, page_table_at, lengths_at, out_at, sizes):
+        rows, num_heads, kv_heads, size, num_cells, page_size, table_width = sizes
+        group = num_heads // kv_heads
+        q = carray(_pointer(q_at), (rows, num_heads, size), cell)
+        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
+        values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
         page_table = carray(_pointer(page_table_at), (rows, table_width), np.int64)
+        lengths = carray(_pointer(lengths_at), (rows,), np.int64)
         out = carray(_pointer(out_at), (rows, num_heads, size), cell)
         scores = np.empty((group, table_width * page_size), np.float32)
         query, mix = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
         scale = np.float32(1 / math.sqrt(size))
         for row in range(rows):
-            for kv_head in range(kv_heads):
-                for i in range(size):
-                    keys[cells[row], kv_head, i] = k[row * k_stride + kv_head * size + i]
-                    values[cells[row], kv_head, i] = v[row * v_stride + kv_head * size + i]
-        for row in range(rows):
             length = lengths[row]
             for kv_head in range(kv_heads):
+                first = kv_head * group
                 for head in range(group):
-                    at = row * q_stride + (kv_head * group + head) * size
                     for i in range(size):
-                        query[head, i] = _widen(q[at + i]) * scale
+                        query[head, i] = _widen(q[row, first + head, i]) * scale
                         mix[head, i] = 0
                 for position in range(length):
                     at = page_table[row, position // page_size] * page_size + position % page_size
@@ -227,9 +242,9 @@ def _kernels(cell: Any) -> _Compiled:
                             mix[head, i] += share * _widen(values[at, kv_head, i])
                 for head in range(group):
                     for i in range(size):
-                        out[row, kv_head * group + head, i] = _narrow(mix[head, i], keys[0, 0, 0])
+                        out[row, first + head, i] = _narrow(mix[head, i], keys[0, 0, 0])
 
-    return _Compiled(rms_norm, rotate, silu_mul, store_and_attend)
+    return _Compiled(rms_norm, rope_store, silu_mul, attend)
 
 
 @intrinsic

@@ -1,14 +1,14 @@
-"""Self-attention of one layer: project, normalise, rotate, attend through the step's plan, project back."""
+"""Self-attention of one layer: project; normalise, rotate and store; attend through the step's plan; project back."""
 
 from __future__ import annotations
 
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
+from mini_sglang.kernels.base import Rotation
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.layers.rotary import Rotation
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.weights.tensor import WeightSlot
 
@@ -18,8 +18,8 @@ class Attention:
 
     def __init__(self, config: ModelConfig, placement: Placement, layer: int, *, qk_norm: bool = False) -> None:
         self._layer = layer
-        self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        self._kernels, self._eps = placement.kernels, config.rms_norm_eps
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._qkv = Linear(
             config.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
@@ -27,20 +27,17 @@ class Attention:
             bias=config.attention_bias,
         )
         self._out = Linear(q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias)
-        self._q_norm = RMSNorm(self._head_dim, config.rms_norm_eps, placement) if qk_norm else None
-        self._k_norm = RMSNorm(self._head_dim, config.rms_norm_eps, placement) if qk_norm else None
+        self._q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
+        self._k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
 
     def __call__(
         self, residual: torch.Tensor, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan
     ) -> torch.Tensor:
         """residual and x (its normalised form) [tokens, hidden] -> residual + attention(x)"""
-        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        qk, v = heads.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = qk.split((self._heads, self._kv_heads), dim=1)
-            qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
-        q, k = rotation.apply(qk).split((self._heads, self._kv_heads), dim=1)
-        attended = plan.run(q, k, v, self._layer)
+        q_norm = None if self._q_norm is None else self._q_norm.weight
+        k_norm = None if self._k_norm is None else self._k_norm.weight
+        q = self._kernels.rope_store(self._qkv(x), rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
+        attended = plan.attend(q, self._layer)
         return self._out.add_to(residual, attended.reshape(x.shape[0], -1))
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:

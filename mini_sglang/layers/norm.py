@@ -12,16 +12,16 @@ class RMSNorm:
     """y = x / rms(x) * weight over the last dimension, computed in float32."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
-        self._weight = torch.empty(size, dtype=placement.dtype, device=placement.device)
+        self.weight = torch.empty(size, dtype=placement.dtype, device=placement.device)
         self._kernels = placement.kernels
-        self._eps = eps
+        self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype"""
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self.weight, self.eps)
 
     def weight_slot(self) -> WeightSlot:
         def load(tensor: CheckpointTensor) -> None:
-            self._weight.copy_(tensor.dense())
+            self.weight.copy_(tensor.dense())
 
-        return WeightSlot(tuple(self._weight.shape), load)
+        return WeightSlot(tuple(self.weight.shape), load)

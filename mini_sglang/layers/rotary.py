@@ -1,52 +1,31 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) in the half-split layout, with its context extensions.
 
-The angles of every position are tabulated once, in float32. A step looks its positions up once and all layers share
-the result.
+The angles of every position are tabulated once, in float32, and rounded to the model's dtype; the kernels look them up.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-from mini_sglang.kernels.base import Kernels
+from mini_sglang.kernels.base import Rotation
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig, RopeScaling
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """cos and signed sin of one step's positions, [tokens, 1, head_dim] each; sin is negated in its first half."""
-
-    cos: torch.Tensor
-    signed_sin: torch.Tensor
-    kernels: Kernels
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, heads, head_dim] rotated, contiguous.
-
-        With halves (a, b) the result is (a cos - b sin, b cos + a sin): rolling by half a head swaps the halves, and
-        the sign lies in the table.
-        """
-        return self.kernels.rotate(x, self.cos, self.signed_sin)
 
 
 class RotaryTable:
     """Rotations of positions 0 to `context_length` - 1."""
 
     def __init__(self, config: ModelConfig, context_length: int, placement: Placement) -> None:
-        self._kernels = placement.kernels
         inverse, amplitude = inverse_frequencies(config)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
-        cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
-        self._cos = torch.cat((cos, cos), -1).to(placement.device, placement.dtype).unsqueeze(1)
-        self._signed_sin = torch.cat((-sin, sin), -1).to(placement.device, placement.dtype).unsqueeze(1)
+        self._cos = (angles.cos() * amplitude).to(placement.device, placement.dtype)
+        self._sin = (angles.sin() * amplitude).to(placement.device, placement.dtype)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions [tokens] int64"""
-        return Rotation(self._cos[positions], self._signed_sin[positions], self._kernels)
+        return Rotation(self._cos, self._sin, positions)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:

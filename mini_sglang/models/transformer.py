@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
+from mini_sglang.kernels.base import Rotation
 from mini_sglang.layers.embedding import Embedding
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.layers.rotary import RotaryTable, Rotation
+from mini_sglang.layers.rotary import RotaryTable
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.weights.tensor import WeightSlot

@@ -78,7 +78,7 @@ def test_equals_float64(
         return table[row, index // page_size] * page_size + index % page_size
 
     for row, (start, _) in enumerate(shapes):
-        pool.store(1, cells(row, range(start)), keys[row][:start], values[row][:start])
+        pool.cells(1, cells(row, range(start))).store(keys[row][:start], values[row][:start])
     spans = [range(start, start + count) for start, count in shapes]
     plan = make_backend(backend, pool).plan(
         AttentionMetadata(
@@ -91,7 +91,8 @@ def test_equals_float64(
     q = torch.randn(sum(count for _, count in shapes), heads, head_dim)
     new_k = torch.cat([keys[row][span.start :] for row, span in enumerate(spans)])
     new_v = torch.cat([values[row][span.start :] for row, span in enumerate(spans)])
-    out = plan.run(q, new_k, new_v, 1)
+    plan.target(1).store(new_k, new_v)
+    out = plan.attend(q, 1)
 
     first = 0
     for row, (start, count) in enumerate(shapes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_sglang.kernels.base import TorchKernels
+from mini_sglang.kernels.base import KVCells, Rotation, TorchKernels
 from mini_sglang.kernels.cpu_kernels import MAX_ROWS, CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,21 +32,33 @@ def test_rms_norm(dtype: torch.dtype, rows: int) -> None:
     assert_close(CpuKernels(dtype).rms_norm(x, weight, 1e-5), TWIN.rms_norm(x, weight, 1e-5))
 
 
-def test_rms_norm_of_heads_that_do_not_follow_each_other(dtype: torch.dtype) -> None:
-    heads, weight = torch.randn(3, 6, 16).to(dtype)[:, :4], torch.randn(16).to(dtype)
-    assert_close(CpuKernels(dtype).rms_norm(heads, weight, 1e-6), TWIN.rms_norm(heads, weight, 1e-6))
-
-
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("size", [16, 64, 128])
-def test_rotate_a_part_of_the_fused_projection(dtype: torch.dtype, rows: int, size: int) -> None:
-    heads = torch.randn(rows, 7, size).to(dtype)
-    cos, sin = torch.randn(rows, 1, size).to(dtype), torch.randn(rows, 1, size).to(dtype)
-    before = heads.clone()
-    actual = CpuKernels(dtype).rotate(heads[:, :5], cos, sin)
-    assert torch.equal(heads, before)
-    expected = TWIN.rotate(heads[:, :5].float(), cos.float(), sin.float()).to(dtype)
-    assert_close(actual, expected)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (3, 1, 64), (2, 2, 128)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_store(dtype: torch.dtype, rows: int, heads: int, kv_heads: int, size: int, norm: bool) -> None:
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * size).to(dtype)
+    rotation = Rotation(torch.randn(50, size // 2).to(dtype), torch.randn(50, size // 2).to(dtype), torch.arange(rows))
+    q_norm, k_norm = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norm else (None, None)
+    cells = torch.randperm(2 * rows)[:rows]
+
+    def target() -> KVCells:
+        return KVCells(
+            torch.ones(2 * rows, kv_heads, size).to(dtype), torch.ones(2 * rows, kv_heads, size).to(dtype), cells
+        )
+
+    actual, expected, before = target(), target(), qkv.clone()
+    q = CpuKernels(dtype).rope_store(qkv, rotation, actual, q_norm, k_norm, 1e-6)
+    assert torch.equal(qkv, before)
+    # the twin in float32: rounding once, as the compiled kernel does
+    wide = Rotation(rotation.cos.float(), rotation.sin.float(), rotation.positions)
+    wide_target = KVCells(expected.keys.float(), expected.values.float(), cells)
+    wide_q_norm = None if q_norm is None else q_norm.float()
+    wide_k_norm = None if k_norm is None else k_norm.float()
+    expected_q = TWIN.rope_store(qkv.float(), wide, wide_target, wide_q_norm, wide_k_norm, 1e-6)
+    tolerance = 4e-6 if dtype == torch.float32 else 6e-2 if rows > MAX_ROWS else 2e-2
+    torch.testing.assert_close(q.float(), expected_q, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(actual.keys.float(), wide_target.keys, atol=tolerance, rtol=tolerance)
+    assert torch.equal(actual.values.float(), wide_target.values)
 
 
 @pytest.mark.parametrize("rows", ROWS)
