@@ -42,7 +42,9 @@ class EngineConfig:
     schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "who goes first; lpm: longest cached prefix")
     run_ahead: int | None = _option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
-    attention_backend: Literal["auto", "cpu", "reference"] = _option("auto", "attention implementation")
+    attention_backend: Literal["auto", "cpu", "triton", "reference"] = _option("auto", "attention implementation")
+    mem_fraction: float = _option(0.9, "share of a GPU's memory for weights, activations and KV cache together")
+    cuda_graph_max_bs: int | None = _option(None, "most rows of a CUDA graph; 0: no graphs; none: max_running_requests")
     num_threads: int | None = _option(None, "torch threads on a CPU; none: every core this process may use")
 
     def __post_init__(self) -> None:
@@ -51,8 +53,11 @@ class EngineConfig:
         for name in ("num_pages", "context_length", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if self.run_ahead is not None:
-            _at_least("run_ahead", self.run_ahead, 0)
+        for name in ("run_ahead", "cuda_graph_max_bs"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 0)
+        if not 0 < self.mem_fraction <= 1:
+            raise ValueError(f"mem_fraction must be greater than 0 and at most 1, got {self.mem_fraction}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -88,7 +93,7 @@ _CHOICES = {
     "weights": ("auto", "dense", "packed"),
     "cache": ("radix", "naive"),
     "schedule": ("fcfs", "lpm", "priority"),
-    "attention_backend": ("auto", "cpu", "reference"),
+    "attention_backend": ("auto", "cpu", "triton", "reference"),
 }
 
 

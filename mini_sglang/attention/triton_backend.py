@@ -52,9 +52,35 @@ class TritonBackend:
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
         return TritonPlan(self, metadata)
 
+    def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> TritonDecodePlan:
+        """The plan of a step with one token per row, from device tensors alone, so that it can lie in a CUDA graph.
+
+        page_table [R, pages], cells [R] int64, lengths [R] int32: tokens that each row sees, its own included.
+        """
+        tokens = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+        self.decode.plan(lengths, tokens, split_tokens=self.split_tokens(len(lengths)))
+        return TritonDecodePlan(self, page_table, cells)
+
     def split_tokens(self, rows: int) -> int:
         """Tokens per split of a step that decodes `rows` rows."""
         return self._split_tokens or split_tokens_for(rows, self.pool.num_kv_heads)
+
+
+class TritonDecodePlan:
+    """A step in which row r is token r, and every row computes one."""
+
+    def __init__(self, backend: TritonBackend, page_table: torch.Tensor, cells: torch.Tensor) -> None:
+        self._backend = backend
+        self._page_table, self._cells = page_table, cells
+
+    def target(self, layer: int) -> KVCells:
+        return self._backend.pool.cells(layer, self._cells)
+
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        pool = self._backend.pool
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._backend.decode.run(q, pool.key_cells[layer], pool.value_cells[layer], self._page_table, out)
+        return out
 
 
 class TritonPlan:

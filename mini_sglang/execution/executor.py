@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from mini_sglang.attention.base import AttentionBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
 from mini_sglang.config import EngineConfig
-from mini_sglang.execution.model_runner import ModelRunner
+from mini_sglang.execution.model_runner import ModelRunner, Sampled
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.kernels.base import Kernels, TorchKernels
 from mini_sglang.layers.placement import Placement
@@ -32,11 +33,20 @@ logger = logging.getLogger(__name__)
 class StepHandle:
     """A launched step. `result` waits for it."""
 
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    def __init__(self, sampled: Sampled) -> None:
+        self._logprobs = sampled.logprobs
+        self._token_ids = sampled.token_ids
+        self._done: torch.cuda.Event | None = None
+        if sampled.token_ids.is_cuda:
+            self._token_ids = torch.empty_like(sampled.token_ids, device="cpu", pin_memory=True)
+            self._token_ids.copy_(sampled.token_ids, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
 
     def result(self) -> StepResult:
-        return self._result
+        if self._done is not None:
+            self._done.synchronize()
+        return StepResult(self._token_ids.tolist(), self._logprobs)
 
 
 class Executor:
@@ -55,49 +65,105 @@ class Executor:
         self.model_config = replace(model_config, context_length=_resolved(self.config.context_length))
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
-        device, dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
-        kernels, make_backend = _kernels_and_backend(self.config, dtype)
-        placement = Placement(device, dtype, kernels, packed=self.config.weights == "packed")
-        model = build_model(self.model_config, placement)
-        if dummy:
-            load_dummy_weights(model.weight_slots(), seed=config.seed)
-        else:
-            load_weights(source, self.model_config, model.weight_slots(), show_progress=True)
-        pool = KVPool(
-            num_layers=model_config.num_layers,
-            num_pages=_resolved(self.config.num_pages),
-            page_size=self.config.page_size,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-        table = RequestTable(
-            self.config.max_running_requests, _resolved(self.config.context_length), self.config.page_size, device
-        )
-        self._runner = ModelRunner(model, pool, make_backend(pool), table)
-        self._warm_up()
+        self._device, self._dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
+        kernels, self._make_backend = _kernels_and_backend(self.config, self.model_config, self._dtype)
+        placement = Placement(self._device, self._dtype, kernels, packed=self.config.weights == "packed")
+        with _out_of_memory("the weights do not fit: use a smaller model or dtype"):
+            self._model = build_model(self.model_config, placement)
+            if dummy:
+                load_dummy_weights(self._model.weight_slots(), seed=config.seed)
+            else:
+                load_weights(source, self.model_config, self._model.weight_slots(), show_progress=True)
+        with _out_of_memory("the KV cache or a step does not fit: lower mem_fraction, num_pages or max_prefill_tokens"):
+            if self.config.num_pages is None:
+                self.config = self.config.replace(num_pages=self._measure_pages())
+            self._runner = self._make_runner(_resolved(self.config.num_pages))
+            self._warm_up()
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
-        """Start a step. On a CPU it has finished when this returns."""
+        """Start a step. On a CPU it has finished when this returns, on a GPU it has been queued."""
         return StepHandle(self._runner.run(batch))
-
-    def _warm_up(self) -> None:
-        """Compute one token in a page that nobody holds yet, so that no request waits for kernels to be compiled."""
-        row = NewRow(slot=0, token_ids=[0], num_prompt_tokens=1, params=SamplingParams(temperature=0), seed=0)
-        self._runner.run(
-            ScheduledBatch(
-                step=0,
-                rows=[Row(slot=0, start=0, count=1, samples=True)],
-                new_rows=[row],
-                new_pages=[NewPages(slot=0, first_index=0, page_ids=[0])],
-                page_copies=[],
-            )
-        )
 
     def close(self) -> None:
         """Drop the model and the pool."""
-        del self._runner
+        del self._runner, self._model
+
+    def _make_runner(self, num_pages: int) -> ModelRunner:
+        """A runner over a pool of `num_pages` pages, and one more for the idle slot of graphs."""
+        pool = KVPool(
+            num_layers=self.model_config.num_layers,
+            num_pages=num_pages + 1,
+            page_size=self.config.page_size,
+            num_kv_heads=self.model_config.num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        table = RequestTable(
+            self.config.max_running_requests,
+            self.model_config.context_length,
+            self.config.page_size,
+            self._device,
+            idle_page=num_pages,
+        )
+        return ModelRunner(self._model, pool, self._make_backend(pool), table)
+
+    def _measure_pages(self) -> int:
+        """Pages that fit into `mem_fraction` of a GPU beside the weights and what the largest step was seen to take."""
+        tokens = min(self.config.max_prefill_tokens, self.model_config.context_length)
+        runner = self._make_runner(self._pages(tokens))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        runner.run(self._prompt_step(tokens))
+        rows_per_step = -(-self.config.max_prefill_tokens // tokens)  # the budget may hold several whole contexts
+        step_bytes = (torch.cuda.max_memory_allocated(self._device) - before) * rows_per_step
+        step_bytes += 3 * 4 * self.config.max_running_requests * self.model_config.vocab_size  # sampling in float32
+        del runner
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        page_bytes = _page_bytes(self.config, self.model_config, self.config.dtype)
+        budget = int(total * self.config.mem_fraction) - (total - free) - step_bytes - _GRAPH_BYTES
+        pages = budget // page_bytes
+        if pages < 2:
+            raise ValueError(
+                f"mem_fraction {self.config.mem_fraction} leaves {budget >> 20} MiB for the KV cache beside "
+                f"weights ({(total - free) >> 20} MiB) and a step ({step_bytes >> 20} MiB); raise it or lower max_prefill_tokens"
+            )
+        return min(pages, self.config.max_running_requests * self._pages(self.model_config.context_length))
+
+    def _warm_up(self) -> None:
+        """Run what is compiled on first use, in a page that nobody holds yet, and capture graphs."""
+        with torch.inference_mode():
+            self._runner.run(self._prompt_step(1))
+        if self.config.attention_backend == "triton":
+            self._runner.run(self._prompt_step(min(self.config.page_size, self.model_config.context_length, 16)))
+            max_rows = self.config.cuda_graph_max_bs
+            if max_rows is None:
+                max_rows = self.config.max_running_requests
+            if max_rows > 0:
+                self._runner.capture_graphs(min(max_rows, self.config.max_running_requests))
+
+    def _prompt_step(self, tokens: int) -> ScheduledBatch:
+        """A step that computes a prompt of zeros in slot 0, on the first pages."""
+        return ScheduledBatch(
+            step=0,
+            rows=[Row(slot=0, start=0, count=tokens, samples=True)],
+            new_rows=[NewRow(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
+            new_pages=[NewPages(slot=0, first_index=0, page_ids=list(range(self._pages(tokens))))],
+            page_copies=[],
+        )
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.config.page_size)
+
+
+@contextmanager
+def _out_of_memory(advice: str) -> Iterator[None]:
+    """Turn the device's out-of-memory error at start-up into one that says which setting to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"out of GPU memory: {advice} ({error})") from error
 
 
 def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> EngineConfig:
@@ -113,7 +179,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
         dtype=dtype,
         weights=_resolve_weights(config, on_cpu, dtype, source),
         context_length=context_length,
-        num_pages=config.num_pages or _pages_that_fit(config, model, dtype, context_length),
+        num_pages=config.num_pages or (_pages_that_fit(config, model, dtype, context_length) if on_cpu else None),
         run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
         attention_backend=_resolve_backend(config, on_cpu, dtype),
         num_threads=config.num_threads or (len(os.sched_getaffinity(0)) if on_cpu else None),
@@ -121,28 +187,36 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
 
 
 def _kernels_and_backend(
-    config: EngineConfig, dtype: torch.dtype
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype
 ) -> tuple[Kernels, Callable[[KVPool], AttentionBackend]]:
-    """What `attention_backend` names: the kernels between matrix products, and how attention reads the pool."""
-    if config.attention_backend == "reference":
-        return TorchKernels(), partial(ReferenceBackend, dtype=dtype)
-    # here, since Numba and its compiler are of no use to a GPU
-    from mini_sglang.attention.cpu_backend import CpuBackend
-    from mini_sglang.kernels.cpu_kernels import CpuKernels
+    """What `attention_backend` names: the kernels between matrix products, and how attention reads the pool.
 
-    kernels = CpuKernels(dtype)
-    return kernels, partial(CpuBackend, dtype=dtype, kernels=kernels)
+    Imported here, since Numba is of no use to a GPU, nor Triton to a CPU.
+    """
+    if config.attention_backend == "cpu":
+        from mini_sglang.attention.cpu_backend import CpuBackend
+        from mini_sglang.kernels.cpu_kernels import CpuKernels
+
+        kernels = CpuKernels(dtype)
+        return kernels, partial(CpuBackend, dtype=dtype, kernels=kernels)
+    if config.attention_backend == "triton":
+        from mini_sglang.attention.triton_backend import TritonBackend
+        from mini_sglang.kernels.triton_kernels import TritonKernels
+
+        rows = config.max_running_requests
+        return TritonKernels(), partial(TritonBackend, num_heads=model.num_heads, dtype=dtype, max_rows=rows)
+    return TorchKernels(), partial(ReferenceBackend, dtype=dtype)
 
 
 def _resolve_backend(config: EngineConfig, on_cpu: bool, dtype: str) -> str:
-    fits = on_cpu and dtype in ("float32", "bfloat16")
-    if config.attention_backend == "cpu" and not fits:
-        raise ValueError(
-            f"attention_backend=cpu needs a CPU and dtype float32 or bfloat16, got {config.device} and {dtype}"
-        )
-    if config.attention_backend == "auto":
-        return "cpu" if fits else "reference"
-    return config.attention_backend
+    backend = config.attention_backend
+    if backend == "auto":
+        return "triton" if not on_cpu else "cpu" if dtype in ("float32", "bfloat16") else "reference"
+    if backend == "cpu" and not (on_cpu and dtype in ("float32", "bfloat16")):
+        raise ValueError(f"attention_backend=cpu needs a CPU and float32 or bfloat16, got {config.device} and {dtype}")
+    if backend == "triton" and on_cpu:
+        raise ValueError("attention_backend=triton needs a GPU, got a CPU; leave it at auto")
+    return backend
 
 
 def _fastest_dtype(on_cpu: bool) -> str:
@@ -166,9 +240,7 @@ def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: Mod
 
 def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int) -> int:
     """Pages within the byte budget, but never more than all slots at full length could use."""
-    page_bytes = KVPool.bytes_per_page(
-        model.num_layers, config.page_size, model.num_kv_heads, model.head_dim, _DTYPES[dtype]
-    )
+    page_bytes = _page_bytes(config, model, dtype)
     pages = config.kv_cache_bytes // page_bytes
     if pages < 2:
         raise ValueError(
@@ -178,10 +250,15 @@ def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, contex
     return min(pages, config.max_running_requests * -(-context_length // config.page_size))
 
 
+def _page_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
+    return KVPool.bytes_per_page(model.num_layers, config.page_size, model.num_kv_heads, model.head_dim, _DTYPES[dtype])
+
+
 def _resolved(value: int | None) -> int:
     if value is None:
         raise ValueError("the configuration was not resolved")
     return value
 
 
+_GRAPH_BYTES = 1 << 30  # left to CUDA graphs and the allocator's own rounding
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

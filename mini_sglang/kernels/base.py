@@ -95,10 +95,9 @@ class TorchKernels:
             qk = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
         cos, signed_sin = rotation.of_tokens
         # rolling by half a head swaps the halves; the sign lies in the table
-        rotated = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), signed_sin)
-        q, k = rotated.split((num_heads, kv_heads), dim=1)
-        target.store(k, v)
-        return q
+        rotated: torch.Tensor = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), signed_sin)
+        target.store(rotated[:, num_heads:], v)
+        return rotated[:, :num_heads]
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -22,7 +22,7 @@ _BLOCK = 2048
 def race(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """logits [R, vocab] of any float dtype; temperatures [R] float32; seeds, positions [R] int64 -> token ids [R] int64"""
+    """logits [R, vocab], any float dtype; temperatures [R] float32; seeds, positions [R] int64 -> [R] int64"""
     rows, vocab = logits.shape
     values = torch.empty(rows, _SPLITS, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows, _SPLITS, dtype=torch.int64, device=logits.device)

@@ -45,9 +45,11 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [rows, out] + the product of x [rows, in] -> [rows, out]"""
+        """residual [rows, out] + the product of x [rows, in] -> [rows, out]; may overwrite `residual`"""
         if self._prepacked is not None and (self._int4 is None or x.shape[0] > _MAX_PACKED_ROWS):
             return self._prepacked.multiply_add(x, residual)
+        if self._weight is not None and self._bias is None and self._weight.is_cuda:
+            return residual.addmm_(x, self._weight.t())  # the product is added where it is made
         return residual + self(x)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:

@@ -63,7 +63,7 @@ class Transformer:
         rotation = self._rotary.at(batch.positions)
         for block in self._blocks:
             x = block(x, rotation, batch.plan)
-        return self._head(self._norm(x[batch.logit_rows]))
+        return self._head(self._norm(x if batch.logit_rows is None else x[batch.logit_rows]))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every checkpoint tensor the model needs, by its Hugging Face name."""
