@@ -8,9 +8,8 @@ PORT   ?= 8000
 DTYPE  ?= auto
 ARGS   ?=
 
-# On a machine without an NVIDIA GPU the CPU build of torch comes first, or pip would bring gigabytes of CUDA. With a GPU,
-# torch brings the Triton that it was built with; without one, tests run Triton's interpreter.
-TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0 triton==3.9.0)
+# On a machine without an NVIDIA GPU this torch comes first, or pip would bring the newest with gigabytes of CUDA.
+TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0)
 
 .PHONY: setup serve chat test lint docs bench clean
 
@@ -19,7 +18,8 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH))
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--config-settings editable_mode=compat --editable '.[dev,docs]'
 	@touch $@
 
 serve: setup

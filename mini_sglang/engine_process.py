@@ -57,7 +57,11 @@ def main(address: str, parent_pid: int) -> int:
     socket.linger = _LINGER_MS
     socket.connect(address)
     try:
-        engine = Engine(config)
+        try:
+            engine = Engine(config)
+        except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
+            socket.send(encode(Fatal(str(error), is_setting=True)))
+            return 1
         socket.send(encode(Ready(engine_info(engine))))
         EngineLoop(engine, socket, parent_pid).run()
         engine.close()

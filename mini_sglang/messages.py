@@ -96,9 +96,10 @@ class CacheFlushed(msgspec.Struct, tag=True):
 
 
 class Fatal(msgspec.Struct, tag=True):
-    """The last message of an engine that cannot go on."""
+    """The last message of an engine that cannot go on. `is_setting`: the configuration is wrong, nothing is broken."""
 
     error: str
+    is_setting: bool = False
 
 
 ToEngine = AddRequest | AbortRequest | Ping | GetStats | FlushCache | Shutdown

@@ -125,9 +125,10 @@ class Executor:
         budget = int(total * self.config.mem_fraction) - (total - free) - step_bytes - _GRAPH_BYTES
         pages = budget // page_bytes
         if pages < 2:
+            used, step = (total - free) >> 20, step_bytes >> 20
             raise ValueError(
-                f"mem_fraction {self.config.mem_fraction} leaves {budget >> 20} MiB for the KV cache beside "
-                f"weights ({(total - free) >> 20} MiB) and a step ({step_bytes >> 20} MiB); raise it or lower max_prefill_tokens"
+                f"mem_fraction {self.config.mem_fraction} leaves {budget >> 20} MiB for the KV cache beside {used} MiB "
+                f"of weights and {step} MiB of a step; raise it or lower max_prefill_tokens"
             )
         return min(pages, self.config.max_running_requests * self._pages(self.model_config.context_length))
 
@@ -169,7 +170,9 @@ def _out_of_memory(advice: str) -> Iterator[None]:
 def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> EngineConfig:
     """`config` with every `auto` and None replaced by what this machine and this model give."""
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    on_cpu = torch.device(device).type == "cpu"
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {config.device!r}")
+    on_cpu = device == "cpu"
     dtype = config.dtype if config.dtype != "auto" else _fastest_dtype(on_cpu)
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
@@ -241,6 +244,9 @@ def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: Mod
 def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int) -> int:
     """Pages within the byte budget, but never more than all slots at full length could use."""
     page_bytes = _page_bytes(config, model, dtype)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.kv_cache_bytes > memory:
+        raise ValueError(f"kv_cache_bytes must be at most this machine's memory, {memory}, got {config.kv_cache_bytes}")
     pages = config.kv_cache_bytes // page_bytes
     if pages < 2:
         raise ValueError(
