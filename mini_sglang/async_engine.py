@@ -142,7 +142,7 @@ class AsyncEngine:
     async def start(cls, config: EngineConfig) -> AsyncEngine:
         """Start an engine process and wait until its model is loaded.
 
-        Raises ValueError or FileNotFoundError if the model name leads nowhere, RuntimeError with the engine's own
+        Raises ValueError or FileNotFoundError if a setting or the model is wrong, RuntimeError with the engine's own
         message if it cannot start. The process also ends when the thread that called this ends.
         """
         tokenizer = await asyncio.to_thread(_find_tokenizer, config)
@@ -184,7 +184,9 @@ class AsyncEngine:
         wire_id = f"{request_id}#{next(self._counter)}"
         self._streams[wire_id] = stream
         try:
-            self._send(AddRequest(wire_id, prompt_ids, params, cache_salt, priority))
+            # stop strings end a request on this side: the engine knows no text
+            wire_params = msgspec.structs.replace(params, stop=[])
+            self._send(AddRequest(wire_id, prompt_ids, wire_params, cache_salt, priority))
             while True:
                 output = await stream.mailbox.get()
                 yield output
@@ -339,7 +341,9 @@ def _find_tokenizer(config: EngineConfig) -> Tokenizer:
 async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:
     """Start the engine process and hand it its configuration."""
     command = (sys.executable, "-m", "mini_sglang.engine_process", address, str(os.getpid()))
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    # OpenMP's threads soon sleep while they wait: an API process that needs a core would hold up all that spin
+    environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env=environment)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(config))
     process.stdin.close()
@@ -361,6 +365,8 @@ async def _wait_until_ready(process: asyncio.subprocess.Process, socket: zmq.asy
         first.cancel()
         ended.cancel()
     if isinstance(message, Fatal):
+        if message.is_setting:
+            raise ValueError(message.error)
         raise RuntimeError(f"the engine could not start: {message.error}")
     assert isinstance(message, Ready)
     return message.info

@@ -7,6 +7,7 @@ for device, dtype and pool size), which returns a new config and leaves the call
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,9 +51,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "max_running_requests", "max_prefill_tokens", "kv_cache_bytes"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("num_pages", "context_length", "num_threads"):
+        for name, least in (("num_pages", 1), ("context_length", 2), ("num_threads", 1)):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                _at_least(name, getattr(self, name), least)
         for name in ("run_ahead", "cuda_graph_max_bs"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 0)
@@ -75,15 +76,17 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on; 0: a free one")
     served_model_name: str | None = _option(None, "model name in the API; none: the engine's model name")
     api_key: str | None = _option(None, "key that every request must bring as a bearer token")
-    max_body_bytes: int = _option(16 << 20, "largest request body")
+    max_body_bytes: int = _option(4 << 20, "largest request body")
     max_waiting_requests: int = _option(4096, "requests waiting beyond it get a 503")
-    shutdown_timeout_s: float = _option(8.0, "seconds that running requests get to finish after SIGTERM")
+    shutdown_timeout_s: float = _option(7.0, "seconds that running requests get to finish after SIGTERM")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         for name in ("max_body_bytes", "max_waiting_requests"):
             _at_least(name, getattr(self, name), 1)
+        if not 0 <= self.shutdown_timeout_s < math.inf:  # which not-a-number is not either
+            raise ValueError(f"shutdown_timeout_s must be a finite number of at least 0, got {self.shutdown_timeout_s}")
 
 
 _CHOICES = {

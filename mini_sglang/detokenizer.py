@@ -9,6 +9,7 @@ bytes that never becomes a character over and over.)
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ class StopChecker:
         return complete
 
 
+@functools.lru_cache(maxsize=64)  # the choices of a request share their stop strings
 def _failure_function(pattern: str) -> list[int]:
     """For each i: the length of the longest proper prefix of `pattern` that also ends pattern[:i + 1]."""
     failure = [0] * len(pattern)

@@ -7,13 +7,13 @@ cross a process boundary are msgspec structs, so that the wire format needs no s
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, field
 
 import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 
@@ -71,11 +71,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("top_k", *(("max_tokens",) if self.max_tokens is not None else ())):
             _require_int(name, getattr(self, name))
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+            raise ValueError(f"max_tokens must be at least 1, got {shorten(self.max_tokens)}")
         for name, low, high in _FLOAT_RANGES:
             _require_float(name, getattr(self, name), low, high)
         if self.top_k < -1:
-            raise ValueError(f"top_k must be -1 or 0 (off) or at least 1, got {self.top_k}")
+            raise ValueError(f"top_k must be -1 or 0 (off) or at least 1, got {shorten(self.top_k)}")
         if not self.top_p > 0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not self.repetition_penalty > 0:
@@ -83,11 +83,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.seed is not None:
             _require_int("seed", self.seed)
             if not -(2**63) <= self.seed < 2**63:
-                raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
+                raise ValueError(f"seed must fit in 64 bits, got {shorten(self.seed)}")
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs)
             if not 0 <= self.logprobs <= MAX_LOGPROBS:
-                raise ValueError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}")
+                raise ValueError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {shorten(self.logprobs)}")
         _validate_stop(self.stop)
         _require_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _validate_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for bias in self.logit_bias.values():
             _require_float("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None:
-            _require_list("allowed_token_ids", self.allowed_token_ids)
+            _require_list("allowed_token_ids", self.allowed_token_ids, vocab_size)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty; leave it out to allow every token")
             _validate_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
@@ -112,28 +112,40 @@ _FLOAT_RANGES = (
 )
 
 
+def shorten(value: object, length: int = 80) -> str:
+    """A value for an error message, cut to a readable length; costs little however large the value is."""
+    if isinstance(value, (dict, list, tuple)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value[: length + 1] if isinstance(value, str) else value)
+    return text if len(text) <= length + 2 else f"{text[:length]}…"
+
+
 def _require_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise ValueError(f"{name} must be an integer, got {shorten(value)}")
 
 
 def _require_float(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ValueError(f"{name} must be a finite number, got {shorten(value)}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {shorten(value)}")
 
 
 def _validate_stop(stop: list[str]) -> None:
     _require_list("stop", stop, MAX_STOP_STRINGS)
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"stop must hold non-empty strings, got {text!r}")
+            raise ValueError(f"stop must hold non-empty strings, got {shorten(text)}")
+        if len(text) > MAX_STOP_LENGTH:
+            raise ValueError(f"stop may hold strings of at most {MAX_STOP_LENGTH} characters, got one of {len(text)}")
 
 
 def _require_list(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, (list, tuple)):  # a string would pass as a list of its characters
-        raise ValueError(f"{name} must be a list, got {value!r}")
+        raise ValueError(f"{name} must be a list, got {shorten(value)}")
     if most is not None and len(value) > most:
         raise ValueError(f"{name} may hold at most {most} entries, got {len(value)}")
 
@@ -143,7 +155,7 @@ def _validate_token_ids(name: str, token_ids: list[int], vocab_size: int | None)
         _require_int(name, token_id)
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             limit = "" if vocab_size is None else f" and below the vocabulary size {vocab_size}"
-            raise ValueError(f"{name} must hold token ids that are at least 0{limit}, got {token_id}")
+            raise ValueError(f"{name} must hold token ids that are at least 0{limit}, got {shorten(token_id)}")
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ prompt and minds this must strip such text first.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -47,6 +48,17 @@ class Tokenizer:
         """How many tokens there are, added ones included. The model's own number may be larger (padding)."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
+    @functools.cached_property
+    def _bytes_per_token(self) -> int:
+        """The most bytes of text that one token stands for."""
+        longest = max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+        # Unicode normalisation makes UTF-8 text at most four times shorter (a four-byte letter becomes ASCII).
+        return longest * (1 if self.backend.normalizer is None else 4)
+
+    def min_tokens(self, num_bytes: int) -> int:
+        """How many tokens a text of so many UTF-8 bytes has at least, known without tokenising it."""
+        return -(-num_bytes // self._bytes_per_token)
+
     @property
     def bos_token_id(self) -> int | None:
         """The begin token, if the model has one; `encode` adds it only where the model was trained so."""
@@ -76,6 +88,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # no name that a template's argument could clash with
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -103,7 +116,7 @@ class Tokenizer:
                 **template_kwargs,
             )
         except Exception as error:  # a template is a program: with some messages it may fail in any way
-            raise ValueError(f"messages are not accepted by the model's chat template: {error}") from error
+            raise ValueError(f"messages are not accepted by the model's chat template: {str(error)[:200]}") from error
         _refuse_surrogates("messages", text)
         return self.encode(text, add_special_tokens=False)
 

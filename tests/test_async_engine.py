@@ -109,6 +109,20 @@ def test_a_stop_string_frees_the_engine_too(engine: AsyncEngine, run: Run) -> No
     run(scenario())
 
 
+def test_stop_strings_stay_on_this_side(engine: AsyncEngine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    send = engine._send
+
+    def note(message: Any) -> None:
+        sent.append(message)
+        send(message)
+
+    monkeypatch.setattr(engine, "_send", note)
+    params = SamplingParams(temperature=0, max_tokens=2, stop=["answer"])
+    run(finish(start(engine, PROMPT, params)))
+    assert sent[0].params == SamplingParams(temperature=0, max_tokens=2)
+
+
 def test_leaving_early_aborts(engine: AsyncEngine, run: Run) -> None:
     async def scenario() -> None:
         before = await engine.stats()
@@ -252,7 +266,7 @@ def test_what_keeps_an_engine_from_starting_is_said(run: Run, tmp_path: Path, wr
     folder = write_checkpoint().path
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"llama"', '"invented"'))
-    with pytest.raises(RuntimeError, match="invented"):
+    with pytest.raises(ValueError, match="invented"):
         run(AsyncEngine.start(EngineConfig(model=str(folder))))
 
 

@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
     "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
     "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
+    "benchmark": {"engine", "models.config", "request"},
     "server": {
         "scheduling.scheduler",
         "async_engine",

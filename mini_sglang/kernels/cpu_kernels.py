@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ class CpuKernels:
     """`Kernels` for one dtype, float32 or bfloat16. Compiled on first use, and kept on disk."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._compiled = _float32_kernels() if dtype == torch.float32 else _bfloat16_kernels()
+        self._compiled = _kernels(np.float32 if dtype == torch.float32 else np.uint16)
         self._torch = TorchKernels()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -119,14 +120,7 @@ class _Compiled(NamedTuple):
     attend: Callable[..., None]
 
 
-def _float32_kernels() -> _Compiled:
-    return _kernels(np.float32)
-
-
-def _bfloat16_kernels() -> _Compiled:
-    return _kernels(np.uint16)
-
-
+@cache  # compiled code is the same for every engine of a process
 def _kernels(cell: Any) -> _Compiled:
     """The kernels over memory cells of one type: float32, or uint16 for the bits of bfloat16."""
 

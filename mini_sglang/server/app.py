@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse
 
 import mini_sglang
 from mini_sglang.config import ServerConfig
@@ -15,18 +17,33 @@ from mini_sglang.server.protocol import ROUTE_BODIES
 from mini_sglang.server.request_body import describe_bodies
 from mini_sglang.tokenizer import Tokenizer
 
+docs_router = APIRouter(include_in_schema=False)
+
 
 def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """The server around `engine`. The app does not own the engine: who made it closes it."""
-    app = FastAPI(title="mini_sglang", version=mini_sglang.__version__)
+    # The framework's own routes for the API's description would be outside the API key.
+    app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None)
     app.state.context = ServerContext(engine, tokenizer, config)
     install_error_handlers(app)
     app.include_router(native_routes.open_router)
-    for router in (native_routes.router, openai_routes.router):
+    for router in (native_routes.router, openai_routes.router, docs_router):
         app.include_router(router, dependencies=[Depends(_require_api_key)])
     make_document = app.openapi
     app.openapi = lambda: describe_bodies(make_document(), ROUTE_BODIES)  # type: ignore[method-assign]
     return app
+
+
+@docs_router.get("/openapi.json")
+async def openapi(request: Request) -> JSONResponse:
+    """The API's description."""
+    return JSONResponse(request.app.openapi())
+
+
+@docs_router.get("/docs")
+async def docs(request: Request) -> HTMLResponse:
+    """The API's description, to read in a browser."""
+    return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
 
 
 async def _require_api_key(request: Request) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from fastapi import Request
 
 from mini_sglang.config import ServerConfig
 from mini_sglang.messages import EngineInfo
-from mini_sglang.request import RequestOutput, SamplingParams
+from mini_sglang.request import RequestOutput, SamplingParams, shorten
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.metrics import ServerMetrics
@@ -57,6 +59,9 @@ class ServerContext:
     tokenizer: Tokenizer
     config: ServerConfig
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    jobs: dict[str, list[str]] = field(default_factory=dict)  # under way: the engine's request ids by the job's id
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    waits: set[asyncio.Timeout] = field(default_factory=set)  # for the rest of a body
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
 
     @property
@@ -67,8 +72,27 @@ class ServerContext:
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for any name but the served one; leaving it out is fine, there is only one model."""
         if name is not None and name != self.model_name:
-            message = f"model {name!r} does not exist; this server serves {self.model_name!r}"
+            message = f"model {shorten(name)} does not exist; this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    @contextlib.asynccontextmanager
+    async def unless_stopping(self) -> AsyncGenerator[None, None]:
+        """Wait for a client in this block; when the server stops, the wait ends with ApiError 503."""
+        try:
+            async with asyncio.timeout(0 if self.stopping.is_set() else None) as wait:
+                self.waits.add(wait)
+                try:
+                    yield
+                finally:
+                    self.waits.discard(wait)
+        except TimeoutError:
+            raise ApiError(503, "the server is stopping", code="stopping") from None
+
+    def stop(self) -> None:
+        """The server stops: no longer wait for what clients have not sent yet."""
+        self.stopping.set()
+        for wait in self.waits:
+            wait.reschedule(0)
 
 
 def context_of(request: Request) -> ServerContext:

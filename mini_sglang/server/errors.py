@@ -13,9 +13,11 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from mini_sglang.async_engine import EngineDeadError
+from mini_sglang.request import shorten
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_LENGTH = 1000  # an answer must not repeat a megabyte that a client sent
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 
 
@@ -25,7 +27,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}…"
         self.param = param
         self.code = code
 
@@ -55,6 +57,10 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     logger.error("a request failed", exc_info=error)
+    return _internal(error)
+
+
+def _internal(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}")
 
 
@@ -75,8 +81,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             problem = "has no route" if error.status_code == 404 else f"does not allow {request.method} on"
-            error = ApiError(error.status_code, f"this server {problem} {request.url.path}")
+            error = ApiError(error.status_code, f"this server {problem} {shorten(request.url.path)}")
         return error_response(as_api_error(error))
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return error_response(_internal(error))  # raised again by the framework, and logged by the HTTP server
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # logged by the HTTP server, read by nobody
@@ -84,4 +93,4 @@ def install_error_handlers(app: FastAPI) -> None:
     for kind in (ApiError, HTTPException, EngineDeadError):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnected, nobody)
-    app.add_exception_handler(Exception, answer)
+    app.add_exception_handler(Exception, unforeseen)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from mini_sglang.messages import EngineInfo
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage
+from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage, shorten
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
 from mini_sglang.server.protocol import Message, SamplingBody, TemplateBody
@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
 _INLINE_CHARACTERS = 4096  # text up to here is tokenised faster than a thread is reached
+_MESSAGE_CHARACTERS = 64  # rendering a message takes as long as tokenising so many characters
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,6 @@ def make_job(
     """
     info = context.engine.info
     num_choices = len(prompts) * n
-    if num_choices > MAX_CHOICES_PER_REQUEST:
-        message = f"prompt and n ask for {num_choices} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
-        raise ApiError(400, message, param="n", code="invalid_value")
     try:
         params.validate(info.vocab_size)
         for prompt_ids in prompts:
@@ -78,7 +76,7 @@ def make_job(
     if context.engine.num_requests + num_choices > limit:
         raise ApiError(503, f"the server is full: it takes at most {limit} requests at once", code="overloaded")
     choice_params = [
-        _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]))
+        _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
         for choice in range(num_choices)
     ]
     return Job(job_id, prompts, n, choice_params, body.cache_salt or "", body.priority)
@@ -89,36 +87,64 @@ def check_prompt(prompt_ids: list[int], info: EngineInfo, field: str) -> None:
 
     `field` is the one that the prompt came from.
     """
-    count = len(prompt_ids)
-    if count == 0:
+    if not prompt_ids:
         raise ValueError(f"{field} must hold at least one token, got none")
+    _check_length(len(prompt_ids), info, f"{field} has")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
+        bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size)
+        raise ValueError(f"{field} token ids must be between 0 and {info.vocab_size - 1}, got {shorten(bad)}")
+
+
+def _check_length(count: int, info: EngineInfo, so_many: str) -> None:
+    """Raise ValueError, which opens with the words `so_many`, if a prompt of `count` tokens can never be served."""
     if count >= info.context_length:
         raise ValueError(
-            f"{field} has {count} tokens, but the context holds {info.context_length} for prompt and answer together"
+            f"{so_many} {count} tokens, but the context holds {info.context_length} for prompt and answer together"
         )
     if count > info.max_prompt_tokens:
         raise ValueError(
-            f"{field} has {count} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
+            f"{so_many} {count} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
             f"{info.max_prompt_tokens}"
         )
-    if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
-        bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size)
-        raise ValueError(f"{field} token ids must be between 0 and {info.vocab_size - 1}, got {bad}")
 
 
-def _params_of_choice(params: SamplingParams, choice: int, room: int) -> SamplingParams:
-    """Choice i draws with seed + i, and generates no more than the context has room for."""
+def _check_text_length(context: ServerContext, texts: Sequence[str], field: str, at_least: int = 0) -> None:
+    """Refuse what is certainly too long before any time goes into tokenising it. Raises ApiError 400.
+
+    `texts` are parts of one prompt, which has `at_least` so many tokens for another reason.
+    """
+    num_bytes = sum(len(text.encode()) for text in texts)
+    info = context.engine.info
+    if max(num_bytes, at_least) <= info.max_prompt_tokens:  # a token takes at least a byte
+        return
+    try:
+        _check_length(max(context.tokenizer.min_tokens(num_bytes), at_least), info, f"{field} has at least")
+    except ValueError as error:
+        raise invalid(error) from None
+
+
+def _params_of_choice(params: SamplingParams, choice: int, room: int, vocab_size: int) -> SamplingParams:
+    """Choice i draws with seed + i, from no more tokens than there are, and no more than the context has room for."""
     seed = params.seed
     if seed is not None:
         seed = (seed + choice + 2**63) % 2**64 - 2**63
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    return msgspec.structs.replace(params, seed=seed, max_tokens=max_tokens)
+    return msgspec.structs.replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, vocab_size))
 
 
 async def encode_prompts(
-    context: ServerContext, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True
+    context: ServerContext, prompts: Sequence[str | list[int]], *, n: int = 1, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Token ids of each prompt; those given as ids stay as they are."""
+    """Token ids of each prompt; those given as ids stay as they are.
+
+    Raises ApiError 400 for more prompts, each with `n` choices, or longer texts than can be served.
+    """
+    if len(prompts) * n > MAX_CHOICES_PER_REQUEST:
+        message = f"prompt and n ask for {len(prompts) * n} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_text_length(context, [prompt], "prompt")
 
     def encode() -> list[list[int]]:
         return [
@@ -131,6 +157,8 @@ async def encode_prompts(
 
 async def encode_messages(context: ServerContext, messages: list[Message], body: TemplateBody) -> list[int]:
     """Token ids of a conversation, as the model's chat template writes it. Raises ApiError 400 if it refuses."""
+    contents = [message.content for message in messages]
+    _check_text_length(context, contents, "messages", at_least=len(messages))
     render = functools.partial(
         context.tokenizer.apply_chat_template,
         [message.for_template() for message in messages],
@@ -139,7 +167,7 @@ async def encode_messages(context: ServerContext, messages: list[Message], body:
         **body.template_arguments,
     )
     try:
-        return await off_loop(sum(len(message.content) for message in messages), render)
+        return await off_loop(sum(len(content) + _MESSAGE_CHARACTERS for content in contents), render)
     except ValueError as error:
         raise invalid(error) from None
 
@@ -152,13 +180,33 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
 async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Run all choices at once; yields (choice, output) as they come. Leaving the iterator aborts what still runs.
 
-    Raises ApiError: 400 if the engine refuses a choice, 500 if one fails; EngineDeadError if the engine ends.
+    Raises ApiError: 400 if the engine refuses a choice or another job has the id, 500 if a choice fails;
+    EngineDeadError if the engine ends.
     """
-    if job.num_choices == 1:
-        async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
+    with _registered(context, job):
+        if job.num_choices == 1:
+            async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
+                async for output in outputs:
+                    yield 0, output
+        else:
+            async with contextlib.aclosing(_run_choices(context, job)) as merged:
+                async for item in merged:
+                    yield item
+
+
+@contextlib.contextmanager
+def _registered(context: ServerContext, job: Job) -> Iterator[None]:
+    """While a job runs, its engine requests are found by its id. Raises ApiError 400 if the id is taken."""
+    if job.id in context.jobs or job.id in context.engine.request_ids:
+        raise ApiError(400, f"request_id {shorten(job.id)} is in use by a request under way", param="request_id")
+    context.jobs[job.id] = [job.request_id(choice) for choice in range(job.num_choices)]
+    try:
+        yield
+    finally:
+        del context.jobs[job.id]
+
+
+async def _run_choices(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=1)
 
     async def feed(choice: int) -> None:

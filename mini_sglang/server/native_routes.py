@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 import mini_sglang
 from mini_sglang.async_engine import EngineDeadError
-from mini_sglang.request import RequestOutput, TokenLogprobs
+from mini_sglang.request import RequestOutput, TokenLogprobs, shorten
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError, invalid
@@ -33,14 +33,12 @@ open_router = APIRouter(tags=["monitoring"])  # without an API key, for load bal
 async def generate(request: Request) -> Response:
     """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new."""
     context = context_of(request)
-    body = await read_body(request, GenerateBody, context.config.max_body_bytes)
+    body = await read_body(request, GenerateBody)
     try:
         params, prompt = body.sampling_params(), parse_prompt(body.prompt)
     except ValueError as error:
         raise invalid(error) from None
     request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
-    if request_id in context.engine.request_ids:
-        raise ApiError(400, f"request_id {request_id!r} is in use by a request under way", param="request_id")
     job = make_job(context, request_id, await encode_prompts(context, [prompt]), params, body)
     if body.stream:
         return EventStream(_events(context, job))
@@ -85,7 +83,7 @@ def _logprobs(entries: list[TokenLogprobs]) -> list[Json]:
 async def tokenize(request: Request) -> Json:
     """The token ids of a prompt or of a conversation."""
     context = context_of(request)
-    body = await read_body(request, TokenizeBody, context.config.max_body_bytes)
+    body = await read_body(request, TokenizeBody)
     context.check_model(body.model)
     if body.messages is not None:
         tokens = await encode_messages(context, body.messages, body)
@@ -98,12 +96,13 @@ async def tokenize(request: Request) -> Json:
 async def detokenize(request: Request) -> Json:
     """The text of token ids."""
     context = context_of(request)
-    body = await read_body(request, DetokenizeBody, context.config.max_body_bytes)
+    body = await read_body(request, DetokenizeBody)
     context.check_model(body.model)
     vocab_size = context.engine.info.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < vocab_size:
-            raise ApiError(400, f"tokens must be between 0 and {vocab_size - 1}, got {token_id}", param="tokens")
+            message = f"tokens must be between 0 and {vocab_size - 1}, got {shorten(token_id)}"
+            raise ApiError(400, message, param="tokens")
     skip = body.skip_special_tokens
     text = await off_loop(len(body.tokens), lambda: context.tokenizer.decode(body.tokens, skip_special_tokens=skip))
     return {"text": text}
@@ -127,10 +126,9 @@ async def flush_cache(request: Request) -> Json:
 async def abort(request: Request) -> Json:
     """End a request by its id, with all its choices; they answer what they have, with finish_reason "abort"."""
     context = context_of(request)
-    body = await read_body(request, AbortBody, context.config.max_body_bytes)
-    engine = context.engine
-    choices = [name for name in engine.request_ids if name == body.request_id or name.startswith(f"{body.request_id}-")]
-    return {"aborted": sum(engine.abort(name) for name in choices)}
+    body = await read_body(request, AbortBody)
+    choices = context.jobs.get(body.request_id, ())
+    return {"aborted": sum(context.engine.abort(name) for name in choices)}
 
 
 @router.get("/server_info")
@@ -148,6 +146,7 @@ async def server_info(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
+@open_router.head("/health", include_in_schema=False)
 @open_router.get("/health")
 async def health(request: Request) -> Json:
     """200 after a round trip through the engine loop; 503 if that takes longer than 5 s or the engine is dead."""

@@ -34,7 +34,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await read_body(request, ChatBody, context.config.max_body_bytes)
+    body = await read_body(request, ChatBody)
     context.check_model(body.model)
     try:
         params = body.sampling_params()
@@ -50,13 +50,13 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """Continue one prompt or several."""
     context = context_of(request)
-    body = await read_body(request, CompletionBody, context.config.max_body_bytes)
+    body = await read_body(request, CompletionBody)
     context.check_model(body.model)
     try:
         params, prompts = body.sampling_params(), parse_prompts(body.prompt)
     except ValueError as error:
         raise invalid(error) from None
-    prompt_ids = await encode_prompts(context, prompts)
+    prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
     job = make_job(context, f"cmpl-{uuid.uuid4().hex}", prompt_ids, params, body, body.num_choices)
     return await _answer(request, context, body, job, CompletionFormat(context.tokenizer))
 

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from mini_sglang.request import MAX_LOGPROBS, SamplingParams
+from mini_sglang.request import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    shorten,
+)
 
 MAX_CHOICES = 128  # of `n`, as OpenAI
+MAX_MESSAGES = 100_000  # and parts of one message
+MAX_TOKEN_IDS = 1_000_000  # of one list; models have smaller contexts and vocabularies
+MAX_LABELS = 16  # of `metadata`, as OpenAI
+MAX_TEMPLATE_BYTES = 1 << 16  # of `chat_template_kwargs`, as JSON
+MAX_SALT_LENGTH = 256
 DEFAULT_COMPLETION_TOKENS = 16  # /v1/completions, as OpenAI
 DEFAULT_GENERATE_TOKENS = 64  # /generate
 
@@ -28,6 +41,24 @@ def _must_be_off(*allowed: JsonValue) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _at_most(limit: int) -> BeforeValidator:
+    """Refuse a longer list or object before anything looks at its entries."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > limit:
+            raise ValueError(f"may hold at most {limit} entries, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_template_size(value: Any) -> Any:
+    size = len(msgspec.json.encode(value))
+    if size > MAX_TEMPLATE_BYTES:
+        raise ValueError(f"may take at most {MAX_TEMPLATE_BYTES} bytes as JSON, got {size}")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -36,11 +67,15 @@ def _join_text_parts(content: Any) -> Any:
     """Message content given as a list of text parts, as the one string that the parts make without separators."""
     if not isinstance(content, list):
         return content
+    if len(content) > MAX_MESSAGES:
+        raise ValueError(f"may hold at most {MAX_MESSAGES} parts, got {len(content)}")
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f'holds a part that is not {{"type": "text", "text": "…"}} at {index}, got type {kind!r}')
+            raise ValueError(
+                f'holds a part that is not {{"type": "text", "text": "…"}} at {index}, got type {shorten(kind)}'
+            )
         texts.append(part["text"])
     return "".join(texts)
 
@@ -48,7 +83,13 @@ def _join_text_parts(content: Any) -> Any:
 Off = Annotated[None, _must_be_off()]
 OffIfFalse = Annotated[None, _must_be_off(False)]
 OffIfEmpty = Annotated[None, _must_be_off([])]
-StopStrings = Annotated[list[str], BeforeValidator(_as_list)]
+FAIL_FAST = Field(fail_fast=True)  # one wrong entry is enough, where pydantic would describe them all
+StopStrings = Annotated[list[str], FAIL_FAST, _at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list)]
+StopTokenIds = Annotated[list[int], FAIL_FAST, _at_most(MAX_STOP_TOKEN_IDS)]
+TokenIds = Annotated[list[int], FAIL_FAST, _at_most(MAX_TOKEN_IDS)]
+LogitBias = Annotated[dict[str, float], _at_most(MAX_LOGIT_BIASES)]
+Labels = Annotated[dict[str, str], _at_most(MAX_LABELS)]
+TemplateArguments = Annotated[dict[str, JsonValue], BeforeValidator(_check_template_size)]
 Content = Annotated[str, BeforeValidator(_join_text_parts)]
 
 
@@ -69,16 +110,17 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: StopStrings | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = None
 
     stream: bool | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)  # smaller runs first under `--schedule priority`
-    cache_salt: str | None = None  # requests share cached prefixes only with equal salts
+    # Requests share cached prefixes only with equal salts.
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
 
 
 class StreamOptions(Body):
@@ -96,7 +138,7 @@ class OpenAIBody(SamplingBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Labels | None = None
     store: OffIfFalse = None
     service_tier: Annotated[None, _must_be_off("auto", "default")] = None
 
@@ -137,7 +179,7 @@ class Message(Body):
         return message if self.name is None else {**message, "name": self.name}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST, _at_most(MAX_MESSAGES)]
 
 
 class TemplateBody(Body):
@@ -145,7 +187,7 @@ class TemplateBody(Body):
 
     add_generation_prompt: bool | None = None  # None: unless the final message is continued
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
     def _one_way_to_end(self) -> Self:
@@ -261,7 +303,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
     skip_special_tokens: bool = False
 
 
@@ -307,7 +349,7 @@ def _parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings; these must be token ids."""
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise ValueError(f"logit_bias must map token ids to numbers, got the key {key[:20]!r}")
+            raise ValueError(f"logit_bias must map token ids to numbers, got the key {shorten(key, 20)}")
     return {int(key): value for key, value in bias.items()}
 
 
@@ -330,7 +372,9 @@ def parse_prompt(value: Any) -> str | list[int]:
         return value
     if not isinstance(value, list):
         raise ValueError(f"prompt must be a string or a list of token ids, got {type(value).__name__}")
+    if len(value) > MAX_TOKEN_IDS:
+        raise ValueError(f"prompt may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
     for item in value:
         if type(item) is not int:
-            raise ValueError(f"prompt must hold token ids only, got {str(item)[:40]!r} among them")
+            raise ValueError(f"prompt must hold token ids only, got {shorten(item)} among them")
     return value

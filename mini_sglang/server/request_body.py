@@ -5,6 +5,7 @@ Whatever is wrong becomes an ApiError that names the field. Knows the bodies' mo
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,15 @@ import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect
 
-from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.request import shorten
+from mini_sglang.server.context import context_of
+from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 
 Body = TypeVar("Body", bound=BaseModel)
 
+_MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
@@ -34,23 +39,27 @@ def describe_bodies(openapi: dict[str, Any], models: Sequence[type[BaseModel]]) 
     return {**openapi, "components": {"schemas": schemas["$defs"]}}
 
 
-async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
-    """The request's body as `model`. Raises ApiError 400, 413 or 415."""
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """The request's body as `model`. Raises ApiError 400, 413, 415, or 503 if the server stops meanwhile."""
+    context = context_of(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # A browser may send other types across sites without asking; only JSON is safe to act on.
-        raise ApiError(415, f"content-type must be application/json, got {media_type!r}", param="content-type")
-    return parse_body(await _read_bytes(request, max_bytes), model)
+        raise ApiError(415, f"content-type must be application/json, got {shorten(media_type)}", param="content-type")
+    async with context.unless_stopping():
+        data = await _read_bytes(request, context.config.max_body_bytes)
+    return parse_body(data, model)
 
 
 def parse_body(data: bytes, model: type[Body]) -> Body:
     """Decode and check a JSON body. Raises ApiError 400."""
     value = _decode(data)
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_shorten(value)}", code="invalid_json")
+        raise ApiError(400, f"the body must be a JSON object, got {shorten(value)}", code="invalid_json")
     for name in value:
         if name not in model.model_fields:
-            raise ApiError(400, f"{name} is not supported by this route", param=name, code="unsupported_parameter")
+            message = f"{_cut(name)} is not supported by this route"
+            raise ApiError(400, message, param=_cut(name), code="unsupported_parameter")
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -64,11 +73,14 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
         raise ApiError(413, f"the body may hold at most {max_bytes} bytes, got {declared}", code="body_too_large")
     chunks = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise ApiError(413, f"the body may hold at most {max_bytes} bytes, got more", code="body_too_large")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise ApiError(413, f"the body may hold at most {max_bytes} bytes, got more", code="body_too_large")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientDisconnected from None
     return b"".join(chunks)
 
 
@@ -87,7 +99,7 @@ def _explain(data: bytes, reason: str) -> ApiError:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    for path, leaf in _leaves(value):
+    for path, leaf in itertools.islice(_leaves(value), _MAX_LEAVES):
         problem = None
         if isinstance(leaf, float) and not math.isfinite(leaf):
             problem = f"must be a finite number, got {leaf}"
@@ -95,7 +107,7 @@ def _explain(data: bytes, reason: str) -> ApiError:
             problem = "holds half of a surrogate pair, which is not a Unicode character"
         if problem:
             name = path.partition(".")[0]
-            return ApiError(400, f"{path or 'the body'} {problem}", param=name or None, code="invalid_json")
+            return ApiError(400, f"{_cut(path) or 'the body'} {problem}", param=_cut(name) or None, code="invalid_json")
     return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
@@ -123,7 +135,7 @@ def _is_unicode(text: str) -> bool:
 def _describe(error: ValidationError) -> ApiError:
     """The first thing that a model found wrong, as one sentence that starts with the field's name."""
     first = error.errors(include_url=False, include_context=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
+    path = ".".join(_cut(str(part)) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if not path:  # a rule about several fields: its message starts with the name of one
         return invalid(ValueError(message))
@@ -134,13 +146,10 @@ def _describe(error: ValidationError) -> ApiError:
     elif first["type"] == "value_error":
         text = f"{path} {message}"
     else:
-        text = f"{path}: {message[0].lower()}{message[1:]}, got {_shorten(first['input'])}"
+        text = f"{path}: {message[0].lower()}{message[1:]}, got {shorten(first['input'])}"
     return ApiError(400, text, param=str(first["loc"][0]), code="invalid_value")
 
 
-def _shorten(value: Any, length: int = 80) -> str:
-    """A value for an error message, cut to a readable length."""
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = repr(value)
-    return text if len(text) <= length else f"{text[:length]}…"
+def _cut(name: str, length: int = 80) -> str:
+    """A name that a client made up, cut to a readable length."""
+    return name if len(name) <= length else f"{name[:length]}…"

@@ -1,6 +1,7 @@
 """serve: runs engine and HTTP server together until a signal or the engine's end, and leaves no process behind.
 
 SIGINT, SIGTERM ──▶ stop listening, let requests end for up to `shutdown_timeout_s`, close the engine: 0
+                    (requests that still run then get an error)
 a second signal ──▶ stop at once: 130
 engine dead     ──▶ its requests have got an error; stop: 1
 """
@@ -21,6 +22,8 @@ import uvicorn
 from mini_sglang.async_engine import AsyncEngine
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.server.app import create_app
+from mini_sglang.server.bounded_http import BoundedHttp
+from mini_sglang.server.context import ServerContext
 from mini_sglang.weights.hub import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -70,16 +73,22 @@ async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: soc
     if died.done():
         server.config.timeout_graceful_shutdown = 1  # nothing to wait for but errors on their way out
     server.should_exit = True
-    await _any_of(serving, signals.second)
+    context: ServerContext = server.app.state.context
+    context.stop()
+    await _any_of(serving, signals.second, timeout=config.shutdown_timeout_s)
+    if not serving.done() and not signals.second.done():
+        closing = asyncio.create_task(engine.close(ENGINE_CLOSE_S))  # whoever still waits gets an error to read
+        await _any_of(serving, signals.second)
+        await closing
     if not serving.done():
         return EXIT_INTERRUPTED  # whatever still runs is cancelled with the event loop
     await serving
     return EXIT_FAILED if died.done() else 0
 
 
-async def _any_of(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one is done."""
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+async def _any_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Wait until one is done, or for `timeout` seconds."""
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 class _Signals:
@@ -104,9 +113,17 @@ class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers: what a signal means is decided above."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
-        app = create_app(engine, engine.tokenizer, config)
-        timeout = math.ceil(config.shutdown_timeout_s)
-        super().__init__(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=timeout))
+        self.app = create_app(engine, engine.tokenizer, config)
+        timeout = math.ceil(config.shutdown_timeout_s) + 1  # one second for the errors when the engine is closed
+        super().__init__(
+            uvicorn.Config(
+                self.app,
+                http=BoundedHttp,
+                lifespan="off",
+                log_config=None,
+                timeout_graceful_shutdown=timeout,
+            )
+        )
         host = f"[{config.host}]" if ":" in config.host else config.host
         self._greeting = f"Serving {engine.info.model} at http://{host}:{listener.getsockname()[1]}"
 

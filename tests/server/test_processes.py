@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,48 @@ def test_a_second_signal_stops_at_once(start_server: Any, model: str) -> None:
     until(lambda: gone(engine_pid))
 
 
+def exchange(server: Any, data: bytes) -> bytes:
+    """What the server answers to raw bytes until it closes the connection."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(data)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
 def test_requests_that_do_not_end_are_cut_after_the_timeout(start_server: Any, model: str) -> None:
-    server = start_server("--model", model, *MODEL_OPTIONS, "--shutdown-timeout-s", "1")
+    server = start_server("--model", model, *MODEL_OPTIONS, "--shutdown-timeout-s", "0.2")
     engine_pid = server.engine_pid
-    streams = [Stream(server.url, max_tokens=900) for _ in range(4)]
-    until(lambda: all(stream.events for stream in streams))
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(10) == 0
-    assert gone(engine_pid)
+    half = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(server.post, "/generate", **{**ENDLESS, "stream": False, "max_tokens": 900})
+        half_sent = pool.submit(exchange, server, half)
+        streams = [Stream(server.url, max_tokens=900) for _ in range(3)]
+        until(lambda: all(stream.events for stream in streams))
+        until(lambda: server.get("/server_info").json()["stats"]["num_running"] == 4)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        assert gone(engine_pid)
+        assert plain.result().status_code == 503
+        assert plain.result().json()["error"]["code"] == "engine_dead"
+        assert half_sent.result().startswith(b"HTTP/1.1 503 ")
+    for stream in streams:
+        stream.join(5)
+        assert stream.events[-1]["error"]["code"] == "engine_dead"
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_headers_without_end_are_refused(start_server: Any, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS)
+    floods = (b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1000) for i in range(100)), b"x: " + b"y" * 100_000)
+    for flood in floods:
+        answer = exchange(server, b"GET /health HTTP/1.1\r\nhost: x\r\n" + flood)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"65536" in answer
+    body = b'{"tokens": [' + b"5, " * 100_000 + b"5]}"
+    content = (body[i : i + 10_000] for i in range(0, len(body), 10_000))
+    headers = {"content-type": "application/json"}
+    assert httpx.post(f"{server.url}/detokenize", content=content, headers=headers).status_code == 200
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_an_engine_stopped_and_then_killed(start_server: Any, model: str) -> None:
