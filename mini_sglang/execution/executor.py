@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch, 
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
-
-logger = logging.getLogger(__name__)
 
 
 class StepHandle:
