@@ -159,6 +159,11 @@ def _add_fields(
             help=help.replace("%", "%%"),
             **_value_arguments(hints[field.name]),
         )
+        if field.name == "run_ahead":
+            group.add_argument(
+                "--no-overlap", dest="run_ahead", action="store_const", const=0, default=argparse.SUPPRESS,
+                help="the same as --run-ahead 0",
+            )  # fmt: skip
 
 
 def _value_arguments(hint: Any) -> dict[str, Any]:

@@ -38,8 +38,10 @@ class EngineConfig:
     cache: Literal["radix", "naive"] = _option("radix", "radix: reuse the KV of shared prefixes; naive: reuse nothing")
 
     context_length: int | None = _option(None, "most tokens of one request, prompt and output; none: the model's own")
-    max_running_requests: int = _option(64, "most requests in one step")
-    max_prefill_tokens: int = _option(512, "token budget of one step, decodes included")
+    max_running_requests: int | None = _option(None, "most requests in one step; none: 64 on CPU, 256 on GPU")
+    max_prefill_tokens: int | None = _option(
+        None, "token budget of one step, decodes included; none: 512 on CPU, 8192 on GPU"
+    )
     schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "who goes first; lpm: longest cached prefix")
     run_ahead: int | None = _option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
@@ -49,14 +51,11 @@ class EngineConfig:
     num_threads: int | None = _option(None, "torch threads on a CPU; none: every core this process may use")
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_running_requests", "max_prefill_tokens", "kv_cache_bytes"):
+        for name in ("page_size", "kv_cache_bytes"):
             _at_least(name, getattr(self, name), 1)
-        for name, least in (("num_pages", 1), ("context_length", 2), ("num_threads", 1)):
+        for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
-        for name in ("run_ahead", "cuda_graph_max_bs"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 0)
         if not 0 < self.mem_fraction <= 1:
             raise ValueError(f"mem_fraction must be greater than 0 and at most 1, got {self.mem_fraction}")
         for name, choices in _CHOICES.items():
@@ -89,6 +88,15 @@ class ServerConfig:
             raise ValueError(f"shutdown_timeout_s must be a finite number of at least 0, got {self.shutdown_timeout_s}")
 
 
+_LEAST = {  # of settings that may be left open
+    "max_running_requests": 1,
+    "max_prefill_tokens": 1,
+    "num_pages": 1,
+    "context_length": 2,
+    "num_threads": 1,
+    "run_ahead": 0,
+    "cuda_graph_max_bs": 0,
+}
 _CHOICES = {
     "model_source": ("huggingface", "modelscope"),
     "load_format": ("auto", "dummy"),

@@ -150,6 +150,7 @@ def engine_info(engine: Engine) -> EngineInfo:
     config, model = engine.config, engine.model_config
     assert config.num_pages is not None
     assert config.context_length is not None
+    assert config.max_running_requests is not None
     return EngineInfo(
         model=config.model,
         dtype=config.dtype,

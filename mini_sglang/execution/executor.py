@@ -62,6 +62,7 @@ class Executor:
         self.model_config = replace(model_config, context_length=_resolved(self.config.context_length))
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
+        self._max_rows = _resolved(self.config.max_running_requests)
         self._device, self._dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
         kernels, self._make_backend = _kernels_and_backend(self.config, self.model_config, self._dtype)
         placement = Placement(self._device, self._dtype, kernels, packed=self.config.weights == "packed")
@@ -97,7 +98,7 @@ class Executor:
             device=self._device,
         )
         table = RequestTable(
-            self.config.max_running_requests,
+            self._max_rows,
             self.model_config.context_length,
             self.config.page_size,
             self._device,
@@ -107,27 +108,28 @@ class Executor:
 
     def _measure_pages(self) -> int:
         """Pages that fit into `mem_fraction` of a GPU beside the weights and what the largest step was seen to take."""
-        tokens = min(self.config.max_prefill_tokens, self.model_config.context_length)
+        budget = _resolved(self.config.max_prefill_tokens)
+        tokens = min(budget, self.model_config.context_length)
         runner = self._make_runner(self._pages(tokens))
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         runner.run(self._prompt_step(tokens))
-        rows_per_step = -(-self.config.max_prefill_tokens // tokens)  # the budget may hold several whole contexts
+        rows_per_step = -(-budget // tokens)  # the budget may hold several whole contexts
         step_bytes = (torch.cuda.max_memory_allocated(self._device) - before) * rows_per_step
-        step_bytes += 3 * 4 * self.config.max_running_requests * self.model_config.vocab_size  # sampling in float32
+        step_bytes += 3 * 4 * self._max_rows * self.model_config.vocab_size  # sampling in float32
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         page_bytes = _page_bytes(self.config, self.model_config, self.config.dtype)
-        budget = int(total * self.config.mem_fraction) - (total - free) - step_bytes - _GRAPH_BYTES
-        pages = budget // page_bytes
+        kv_bytes = int(total * self.config.mem_fraction) - (total - free) - step_bytes - _GRAPH_BYTES
+        pages = kv_bytes // page_bytes
         if pages < 2:
             used, step = (total - free) >> 20, step_bytes >> 20
             raise ValueError(
-                f"mem_fraction {self.config.mem_fraction} leaves {budget >> 20} MiB for the KV cache beside {used} MiB "
+                f"mem_fraction {self.config.mem_fraction} leaves {kv_bytes >> 20} MiB for the KV cache beside {used} MiB "
                 f"of weights and {step} MiB of a step; raise it or lower max_prefill_tokens"
             )
-        return min(pages, self.config.max_running_requests * self._pages(self.model_config.context_length))
+        return min(pages, self._max_rows * self._pages(self.model_config.context_length))
 
     def _warm_up(self) -> None:
         """Run what is compiled on first use, in a page that nobody holds yet, and capture graphs."""
@@ -137,9 +139,9 @@ class Executor:
             self._runner.run(self._prompt_step(min(self.config.page_size, self.model_config.context_length, 16)))
             max_rows = self.config.cuda_graph_max_bs
             if max_rows is None:
-                max_rows = self.config.max_running_requests
+                max_rows = self._max_rows
             if max_rows > 0:
-                self._runner.capture_graphs(min(max_rows, self.config.max_running_requests))
+                self._runner.capture_graphs(min(max_rows, self._max_rows))
 
     def _prompt_step(self, tokens: int) -> ScheduledBatch:
         """A step that computes a prompt of zeros in slot 0, on the first pages."""
@@ -174,12 +176,16 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
         raise ValueError(f"context_length must be at most the model's {model.context_length}, got {context_length}")
+    slots = config.max_running_requests or (64 if on_cpu else 256)
     return config.replace(
         device=device,
         dtype=dtype,
         weights=_resolve_weights(config, on_cpu, dtype, source),
         context_length=context_length,
-        num_pages=config.num_pages or (_pages_that_fit(config, model, dtype, context_length) if on_cpu else None),
+        max_running_requests=slots,
+        max_prefill_tokens=config.max_prefill_tokens or (512 if on_cpu else 8192),
+        num_pages=config.num_pages
+        or (_pages_that_fit(config, model, dtype, context_length, slots) if on_cpu else None),
         run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
         attention_backend=_resolve_backend(config, on_cpu, dtype),
         num_threads=config.num_threads or (len(os.sched_getaffinity(0)) if on_cpu else None),
@@ -203,7 +209,7 @@ def _kernels_and_backend(
         from mini_sglang.attention.triton_backend import TritonBackend
         from mini_sglang.kernels.triton_kernels import TritonKernels
 
-        rows = config.max_running_requests
+        rows = _resolved(config.max_running_requests)
         return TritonKernels(), partial(TritonBackend, num_heads=model.num_heads, dtype=dtype, max_rows=rows)
     return TorchKernels(), partial(ReferenceBackend, dtype=dtype)
 
@@ -238,7 +244,7 @@ def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: Mod
     return config.weights
 
 
-def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int) -> int:
+def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int, slots: int) -> int:
     """Pages within the byte budget, but never more than all slots at full length could use."""
     page_bytes = _page_bytes(config, model, dtype)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -250,7 +256,7 @@ def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, contex
             f"kv_cache_bytes must hold at least two pages of {page_bytes} bytes, got {config.kv_cache_bytes}; "
             "raise it or lower page_size"
         )
-    return min(pages, config.max_running_requests * -(-context_length // config.page_size))
+    return min(pages, slots * -(-context_length // config.page_size))
 
 
 def _page_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:

@@ -59,23 +59,19 @@ class _Counters(msgspec.Struct):
 
 
 class Scheduler:
-    """Continuous batching over one KV pool. `config.num_pages` and `config.context_length` must be known.
+    """Continuous batching over one KV pool. The sizes in `config` must be known, none left open.
 
     The most senior running request (lowest rank) can take the pages of all others, so it always advances: nothing
     blocks and no two requests preempt each other for ever.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.num_pages is None or config.context_length is None:
-            raise ValueError(
-                "num_pages and context_length must be resolved before scheduling, "
-                f"got {config.num_pages} and {config.context_length}"
-            )
-        self.kv = KVCacheManager(config.num_pages, config.page_size, reuse=config.cache == "radix")
+        num_pages = _known("num_pages", config.num_pages)
+        self.kv = KVCacheManager(num_pages, config.page_size, reuse=config.cache == "radix")
         self._page_size = config.page_size
-        self._context_length = config.context_length
-        self._pool_tokens = config.num_pages * config.page_size
-        self._budget = config.max_prefill_tokens
+        self._context_length = _known("context_length", config.context_length)
+        self._pool_tokens = num_pages * config.page_size
+        self._budget = _known("max_prefill_tokens", config.max_prefill_tokens)
         self._policy = POLICIES[config.schedule]()
         self._requests: dict[str, Request] = {}  # those that have not ended
         self._waiting: list[Request] = []  # sorted by rank
@@ -83,8 +79,8 @@ class Scheduler:
         self._leaving: dict[Request, None] = {}  # ended or preempted, but in launched steps
         self._restarting: dict[Request, None] = {}  # of these: what launched steps sampled for them is void
         self._launched: deque[tuple[ScheduledBatch, list[Request]]] = deque()
-        self._num_slots = config.max_running_requests
-        self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
+        self.num_slots = _known("max_running_requests", config.max_running_requests)
+        self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
         self._counters = _Counters()
@@ -441,7 +437,7 @@ class Scheduler:
         self.kv.check()
         with_slot = [request for request in (*self._running, *self._leaving) if request.slot is not None]
         slots = sorted([request.slot for request in with_slot if request.slot is not None] + self._free_slots)
-        if slots != list(range(self._num_slots)):
+        if slots != list(range(self.num_slots)):
             raise RuntimeError(f"slots are lost or given twice: {slots}")
         live = {*self._waiting, *self._running, *self._leaving}
         missing = [request_id for request_id, request in self._requests.items() if request not in live]
@@ -457,3 +453,9 @@ class Scheduler:
                 raise RuntimeError(
                     f"request {request.request_id} is in {launched} launched steps, counts {request.num_inflight_steps}"
                 )
+
+
+def _known(name: str, value: int | None) -> int:
+    if value is None:
+        raise ValueError(f"{name} must be known before scheduling")
+    return value

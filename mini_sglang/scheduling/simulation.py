@@ -139,7 +139,7 @@ class Simulation:
     def __init__(self, config: EngineConfig, vocab_size: int = 3) -> None:
         self.scheduler = Scheduler(config)
         self.executor = SimulatedExecutor(
-            self.scheduler.kv.num_pages, config.page_size, config.max_running_requests, vocab_size
+            self.scheduler.kv.num_pages, config.page_size, self.scheduler.num_slots, vocab_size
         )
         self.vocab_size = vocab_size
         self.run_ahead = config.run_ahead or 0
