@@ -1,4 +1,4 @@
-"""The command line: `mini-sglang serve | chat | generate | verify | pull`.
+"""The command line: `mini-sglang serve | chat | generate | bench | verify | pull`.
 
 Options of the engine and the server are made from the fields of their dataclasses, so names, defaults and help live in
 one place. What a command does is imported when it runs: `--help` loads no torch.
@@ -13,12 +13,17 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import mini_sglang
+from mini_sglang.benchmark.kernel_time import GROUPS
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.request import SamplingParams
+
+if TYPE_CHECKING:
+    from mini_sglang.benchmark.commands import Output
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -83,6 +88,41 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if verify_model(config, max_tokens=options.max_tokens) else 1
 
 
+def bench_offline(options: argparse.Namespace) -> int:
+    config = _engine_config(options)
+    from mini_sglang.benchmark import commands
+    from mini_sglang.benchmark.offline import Workload
+
+    workload = Workload.random(options.sequences, options.longest, options.shortest)
+    profile_steps = options.profile_steps if options.profile else 0
+    commands.bench_offline(config, workload, _bench_output(options), runs=options.runs, profile_steps=profile_steps)
+    return 0
+
+
+def bench_latency(options: argparse.Namespace) -> int:
+    config = _engine_config(options)
+    from mini_sglang.benchmark import commands
+    from mini_sglang.benchmark.offline import Workload
+
+    workload = Workload.streams(options.batch, options.input, options.output)
+    commands.bench_latency(config, workload, _bench_output(options), runs=options.runs)
+    return 0
+
+
+def bench_kernels(options: argparse.Namespace) -> int:
+    config = _engine_config(options)
+    from mini_sglang.benchmark import commands
+
+    commands.bench_kernels(config, _bench_output(options), groups=options.only or GROUPS)
+    return 0
+
+
+def _bench_output(options: argparse.Namespace) -> Output:
+    from mini_sglang.benchmark.commands import Output
+
+    return Output(options.json, options.copy_tb_s, options.gemm_tflop_s)
+
+
 def pull(options: argparse.Namespace) -> int:
     config = _engine_config(options)
     from mini_sglang.weights import hub
@@ -118,6 +158,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_sampling(command, max_tokens=256, temperature=1.0)
     _add_fields(command, EngineConfig, "engine", leave_out={"seed"})
 
+    _add_bench(commands)
+
     command = _add_command(commands, verify, "compare greedy output with transformers, token for token")
     command.add_argument("--max-tokens", type=int, default=20, metavar="N", help="tokens per prompt (default: 20)")
     _add_fields(command, EngineConfig, "engine", leave_out={"dtype", "weights", "device", "load_format"})
@@ -127,10 +169,56 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """`bench offline | latency | kernels`, on random weights unless --load-format says otherwise."""
+    help = "measure speed and set it against the hardware's ceilings"
+    parser = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
+    benches = parser.add_subparsers(metavar="WHAT", required=True)
+    dummy = {"load_format": "dummy"}
+
+    command = _add_command(benches, bench_offline, "throughput of many prompts of random length at once")
+    _add_counts(command, sequences=256, shortest=100, longest=1024, runs=2)
+    command.add_argument("--profile", action="store_true", help="add a run that says where the GPU's time goes")
+    _add_counts(command, profile_steps=20)
+    _add_bench_output(command)
+    _add_fields(command, EngineConfig, "engine", defaults=dummy)
+
+    command = _add_command(benches, bench_latency, "time to the first token and between tokens, one stream or a few")
+    _add_counts(command, batch=1, input=964, output=724, runs=2)
+    _add_bench_output(command)
+    _add_fields(command, EngineConfig, "engine", defaults=dummy)
+
+    command = _add_command(benches, bench_kernels, "each GPU kernel alone, for the sizes of a model")
+    command.add_argument("--only", action="append", choices=GROUPS, help="measure this group; may be repeated")
+    _add_bench_output(command)
+    fields = {"model", "model_source", "revision", "load_format", "dtype", "page_size"}
+    _add_fields(command, EngineConfig, "engine", only=fields, defaults=dummy)
+
+
+def _add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=_count, default=default, metavar="N", help=f"default: {default}")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _add_bench_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    for name, what in (("copy-tb-s", "TB/s of a device copy"), ("gemm-tflop-s", "TFLOP/s of a large product")):
+        parser.add_argument(f"--{name}", type=float, metavar="X", help=f"ceiling: {what} (default: measured)")
+
+
 def _add_command(
     commands: argparse._SubParsersAction[_Parser], run: Callable[[argparse.Namespace], int], help: str
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(run.__name__, help=help, description=help[0].upper() + help[1:] + ".")
+    name = run.__name__.removeprefix("bench_")
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
     parser.set_defaults(command=run)
     return parser
 
@@ -142,20 +230,22 @@ def _add_fields(
     *,
     only: set[str] | None = None,
     leave_out: set[str] | None = None,
+    defaults: Mapping[str, object] | None = None,
 ) -> None:
-    """One option for each field of the dataclass; only those given end up in the namespace."""
+    """One option for each field of the dataclass; only those given, or named in `defaults`, end up in the namespace."""
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if field.name in (leave_out or ()) or (only is not None and field.name not in only):
             continue
-        help = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
+        default = (defaults or {}).get(field.name, field.default)
+        help = field.metadata["help"] + ("" if default is None else f" (default: {default})")
         if field.name == "model":
             group.add_argument("model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=help)
             help = "the same as MODEL"
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
-            default=argparse.SUPPRESS,
+            default=(defaults or {}).get(field.name, argparse.SUPPRESS),
             help=help.replace("%", "%%"),
             **_value_arguments(hints[field.name]),
         )

@@ -1,17 +1,22 @@
-"""Offline throughput on random weights: many prompts of random length at once, as nano-vllm and mini-sglang publish it.
+"""Offline throughput: many prompts of random length at once, as nano-vllm and mini-sglang publish it.
 
-It drives the engine itself, without text, and sets what it measured beside the hardware's floor: the bytes of weights
-and KV that must be read and the FLOPs of the prompts, over ceilings that are given.
+It drives the engine itself, without text. What it measured stands beside the bytes and FLOPs that the workload cannot
+avoid (`roofline.py`), the host's time per step and, on a GPU, a profile of the device's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from mini_sglang.benchmark.hardware import torch_dtype
+from mini_sglang.benchmark.host_time import HostTime, host_time
+from mini_sglang.benchmark.profile import Profile, StepProfiler
+from mini_sglang.benchmark.roofline import Traffic
 from mini_sglang.engine import Engine
-from mini_sglang.models.config import ModelConfig
 from mini_sglang.request import SamplingParams
 
 
@@ -24,18 +29,48 @@ class Workload:
     temperature: float = 0.6
 
     @classmethod
-    def random(cls, sequences: int, longest: int = 1024, shortest: int = 100, *, shift: int = 0) -> Workload:
-        """Lengths uniform between `shortest` and `longest`, ids below 10,000; `shift` moves the ids, so that a second
-        run finds nothing in the prefix cache.
+    def random(cls, sequences: int, longest: int = 1024, shortest: int = 100) -> Workload:
+        """Lengths uniform between `shortest` and `longest`, ids up to 10,000, always the same.
+
+        Raises ValueError if `shortest` is longer.
         """
+        if shortest > longest:
+            raise ValueError(f"shortest must be at most longest, got {shortest} and {longest}")
         rng = random.Random(0)
         prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(shortest, longest))] for _ in range(sequences)]
-        lengths = [rng.randint(shortest, longest) for _ in range(sequences)]
-        return cls([[token + shift for token in prompt] for prompt in prompts], lengths)
+        return cls(prompts, [rng.randint(shortest, longest) for _ in range(sequences)])
+
+    @classmethod
+    def streams(cls, batch: int, input: int, output: int) -> Workload:
+        """`batch` sequences of `input` prompt tokens and `output` more."""
+        rng = random.Random(0)
+        return cls([[rng.randint(0, 10_000) for _ in range(input)] for _ in range(batch)], [output] * batch)
+
+    def shifted(self, shift: int, vocab_size: int) -> Workload:
+        """The same lengths with other ids of the vocabulary: a second run finds nothing in the prefix cache."""
+        prompts = [[(token + shift) % vocab_size for token in prompt] for prompt in self.prompts]
+        return dataclasses.replace(self, prompts=prompts)
 
     @property
     def num_output_tokens(self) -> int:
         return sum(self.output_lengths)
+
+    def add_to(self, engine: Engine) -> list[str]:
+        """Queue every sequence; returns the request ids."""
+        ids = [f"bench-{index}" for index in range(len(self.prompts))]
+        for request_id, prompt, length in zip(ids, self.prompts, self.output_lengths, strict=True):
+            params = SamplingParams(temperature=self.temperature, max_tokens=length, ignore_eos=True)
+            engine.add_request(request_id, prompt, params)
+        return ids
+
+    def traffic(self, engine: Engine) -> Traffic:
+        """What the engine's model, in its dtypes, has to move and multiply for it."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        weight_bytes = torch_dtype(engine.config.dtype).itemsize
+        kv_bytes = 1 if engine.config.kv_cache_dtype == "fp8" else weight_bytes
+        return Traffic.of(
+            engine.model_config, lengths, self.output_lengths, weight_bytes=weight_bytes, kv_bytes=kv_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -47,15 +82,64 @@ class Run:
     steps: int
 
 
-def run(engine: Engine, workload: Workload) -> Run:
+@dataclass(frozen=True)
+class Offline:
+    """All runs, the better one of which counts, and two windows of another: its start and its middle."""
+
+    runs: list[Run]
+    host: list[HostTime]
+    profiles: list[Profile]  # empty, or start and middle
+
+    @property
+    def best(self) -> Run:
+        return max(self.runs, key=lambda run: run.tokens_per_second)
+
+    @property
+    def idle_share(self) -> float | None:
+        """Of the run's time, how much the device does nothing, the moments between two kernels of a graph included."""
+        return self._of_whole_run([profile.idle_share for profile in self.profiles])
+
+    @property
+    def host_gap_share(self) -> float | None:
+        """Of the run's time, how much the device waits for the host."""
+        return self._of_whole_run([profile.host_gaps_ms / profile.elapsed_ms for profile in self.profiles])
+
+    def _of_whole_run(self, shares: list[float]) -> float | None:
+        """Shares of both windows to one of the run: the start as it was seen, the rest like the middle."""
+        if not shares:
+            return None
+        at_start = min(self.profiles[0].elapsed_ms / 1e3 / self.best.seconds, 1.0)
+        return at_start * shares[0] + (1 - at_start) * shares[-1]
+
+
+def measure_offline(engine: Engine, workload: Workload, *, runs: int = 2, profile_steps: int = 0) -> Offline:
+    """A warm-up, then `runs` runs with other ids, then the host's time at 16 and at the most running requests.
+
+    `profile_steps` above 0 adds a run in which so many steps at its start and in its middle are profiled (GPU only).
+    """
+    vocab_size = engine.model_config.vocab_size
+    _, *measured = [run(engine, workload.shifted(index, vocab_size)) for index in range(runs + 1)]
+    profiles: list[Profile] = []
+    if profile_steps:
+        middle = measured[0].steps // 2
+        profiler = StepProfiler({"start": 0, "middle": middle}, min(profile_steps, middle))
+        run(engine, workload.shifted(runs + 1, vocab_size), before_step=profiler)
+        profiler.finish()
+        profiles = profiler.profiles
+    most = min(engine.config.max_running_requests or 1, len(workload.prompts))
+    return Offline(measured, [host_time(engine, running) for running in sorted({min(16, most), most})], profiles)
+
+
+def run(engine: Engine, workload: Workload, *, before_step: Callable[[int], None] | None = None) -> Run:
     """Add every request at once and step until all have ended. Raises RuntimeError if one ends early."""
     start = time.perf_counter()
     first_step = engine.stats().num_steps
-    for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lengths, strict=True)):
-        params = SamplingParams(temperature=workload.temperature, max_tokens=length, ignore_eos=True)
-        engine.add_request(f"offline-{index}", prompt, params)
-    tokens = 0
+    workload.add_to(engine)
+    tokens = calls = 0
     while engine.has_work:
+        if before_step is not None:
+            before_step(calls)
+        calls += 1
         for output in engine.step():
             if output.error is not None:
                 raise RuntimeError(output.error)
@@ -64,23 +148,3 @@ def run(engine: Engine, workload: Workload) -> Run:
     if tokens != workload.num_output_tokens:
         raise RuntimeError(f"{tokens} tokens came back, {workload.num_output_tokens} were asked for")
     return Run(tokens / seconds, seconds, engine.stats().num_steps - first_step)
-
-
-def floor_seconds(
-    model: ModelConfig, workload: Workload, *, bytes_per_second: float, flops: float, bytes_per_value: int = 2
-) -> float:
-    """The least time the workload can take: weights once per step of the longest output, every decode's KV read once,
-    all KV written once, over `bytes_per_second`; prompts' matrix products over `flops`.
-    """
-    per_layer = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    per_layer += 3 * model.hidden_size * model.intermediate_size
-    in_layers = per_layer * model.num_layers
-    weights = (in_layers + model.hidden_size * model.vocab_size) * bytes_per_value
-    kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * bytes_per_value
-    prompt_tokens = sum(len(prompt) for prompt in workload.prompts)
-    kv_read = kv_written = 0
-    for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
-        kv_read += sum(range(len(prompt) + 1, len(prompt) + length)) * kv_per_token
-        kv_written += (len(prompt) + length) * kv_per_token
-    read = weights * max(workload.output_lengths) + kv_read + kv_written
-    return read / bytes_per_second + 2 * in_layers * prompt_tokens / flops
