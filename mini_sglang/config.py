@@ -35,6 +35,7 @@ class EngineConfig:
     page_size: int = _option(16, "tokens per page of the KV cache")
     num_pages: int | None = _option(None, "pages of the KV cache; none: as many as fit kv_cache_bytes")
     kv_cache_bytes: int = _option(1 << 30, "bytes of the KV cache on a CPU, where num_pages is not given")
+    kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "fp8: e4m3, which ends at 448; auto: the same as dtype")
     cache: Literal["radix", "naive"] = _option("radix", "radix: reuse the KV of shared prefixes; naive: reuse nothing")
 
     context_length: int | None = _option(None, "most tokens of one request, prompt and output; none: the model's own")
@@ -45,7 +46,10 @@ class EngineConfig:
     schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "who goes first; lpm: longest cached prefix")
     run_ahead: int | None = _option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
-    attention_backend: Literal["auto", "cpu", "triton", "reference"] = _option("auto", "attention implementation")
+    attention_backend: str = _option("auto", "cpu, triton, reference, flashinfer or flash_attn; PREFILL,DECODE for two")
+    deterministic: bool = _option(
+        False, "logits bitwise the same alone and in any batch, chunked or not, cached or not (GPU, triton)"
+    )
     mem_fraction: float = _option(0.9, "share of a GPU's memory for weights, activations and KV cache together")
     cuda_graph_max_bs: int | None = _option(None, "most rows of a CUDA graph; 0: no graphs; none: max_running_requests")
     num_threads: int | None = _option(None, "torch threads on a CPU; none: every core this process may use")
@@ -61,6 +65,7 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        _check_attention_backend(self.attention_backend)
 
     def replace(self, **changes: object) -> EngineConfig:
         """A copy with some fields changed, checked again."""
@@ -104,8 +109,19 @@ _CHOICES = {
     "weights": ("auto", "dense", "packed"),
     "cache": ("radix", "naive"),
     "schedule": ("fcfs", "lpm", "priority"),
-    "attention_backend": ("auto", "cpu", "triton", "reference"),
+    "kv_cache_dtype": ("auto", "fp8"),
 }
+_GPU_BACKENDS = ("triton", "flashinfer", "flash_attn")
+_BACKENDS = ("auto", "cpu", "reference", *_GPU_BACKENDS)
+
+
+def _check_attention_backend(names: str) -> None:
+    known = _GPU_BACKENDS if "," in names else _BACKENDS
+    if names.count(",") > 1 or not all(name in known for name in names.split(",")):
+        raise ValueError(
+            f"attention_backend must be one of {', '.join(_BACKENDS)}, or PREFILL,DECODE of "
+            f"{', '.join(_GPU_BACKENDS)}; got {names!r}"
+        )
 
 
 def _at_least(name: str, value: object, minimum: int) -> None:

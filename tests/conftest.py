@@ -1,13 +1,16 @@
-"""Fixtures that many tests share: the built-in model, and tiny random checkpoints written as users' files look.
+"""Fixtures that many tests share: the built-in model, tiny random checkpoints written as users' files look, and what
+runs an engine over prompts and asks transformers for the same.
 
-`write_checkpoint` and `write_gguf` are fixtures that return functions, since test modules cannot import each other.
+Many are fixtures that return functions, since test modules cannot import each other.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from transformers import (
 )
 
 import mini_sglang
+from mini_sglang.request import SamplingParams, TokenOutput
 from mini_sglang.tokenizer import Tokenizer as MiniTokenizer
 from mini_sglang.tokenizer import load_tokenizer
 from mini_sglang.weights.hub import ModelSource, resolve_model
@@ -76,6 +80,7 @@ class TinyCheckpoint:
 
 
 WriteCheckpoint = Callable[..., TinyCheckpoint]
+Running = Callable[..., AbstractContextManager["mini_sglang.Engine"]]
 
 
 @pytest.fixture(scope="session")
@@ -102,8 +107,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
-@pytest.fixture
-def write_checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> WriteCheckpoint:
+@pytest.fixture(scope="session")
+def write_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
+) -> WriteCheckpoint:
     """`write_checkpoint(family, *, seed=0, sharded=False, rope=None, **config)` → a folder of safetensors.
 
     `family` is "llama", "qwen2" or "qwen3", `rope` a key of ROPE_SCALINGS; other keywords change the config.
@@ -113,7 +120,7 @@ def write_checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) ->
         family: str = "llama", *, seed: int = 0, sharded: bool = False, rope: str | None = None, **config: Any
     ) -> TinyCheckpoint:
         model = make_model(family, seed=seed, rope=rope, **config)
-        folder = tmp_path / f"{family}-{len(list(tmp_path.iterdir()))}"
+        folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
         tiny_tokenizer.save_pretrained(folder)
         return TinyCheckpoint(folder, model)
@@ -121,8 +128,8 @@ def write_checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) ->
     return write
 
 
-@pytest.fixture
-def write_gguf(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> WriteCheckpoint:
+@pytest.fixture(scope="session")
+def write_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> WriteCheckpoint:
     """`write_gguf(family, *, kind="F32", seed=0, rope=None, **config)` → a .gguf file, as llama.cpp converts it.
 
     `kind` is the type of the matrices, a name of gguf.GGMLQuantizationType. The model of a quantised file holds the
@@ -133,11 +140,41 @@ def write_gguf(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Write
         family: str = "llama", *, kind: str = "F32", seed: int = 0, rope: str | None = None, **config: Any
     ) -> TinyCheckpoint:
         model = make_model(family, seed=seed, rope=rope, **config)
-        path = tmp_path / f"{family}-{kind}-{len(list(tmp_path.iterdir()))}.gguf"
+        path = tmp_path_factory.mktemp(family) / f"{family}-{kind}.gguf"
         save_gguf(path, family, model, tiny_tokenizer, gguf.GGMLQuantizationType[kind])
         return TinyCheckpoint(path, model)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def running() -> Running:
+    """`with running(model, **settings) as engine`: float32 unless `dtype` says otherwise; checked when it is left."""
+    return run_engine
+
+
+@pytest.fixture(scope="session")
+def run_requests() -> Callable[..., list[list[TokenOutput]]]:
+    """`run_requests(engine, prompts, params, *, arrivals=1000)` → what came of each; `arrivals` join at each step."""
+    return run_all
+
+
+@pytest.fixture(scope="session")
+def generate() -> Callable[..., list[list[int]]]:
+    """`generate(engine, prompts, *, arrivals=1000, num_tokens=20)` → the greedy output ids of each prompt."""
+    return generate_ids
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Callable[..., list[int]]:
+    """`greedy(model, prompt, num_tokens=20)` → the ids that a transformers model continues `prompt` with."""
+    return greedy_ids
+
+
+@pytest.fixture(scope="session")
+def ragged_prompts() -> Callable[[int, int], list[list[int]]]:
+    """`ragged_prompts(count, vocab_size)`"""
+    return make_ragged_prompts
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -158,6 +195,70 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+@contextmanager
+def run_engine(model: str | Path, **settings: Any) -> Iterator[mini_sglang.Engine]:
+    engine = mini_sglang.Engine(
+        mini_sglang.EngineConfig(model=str(model), **{"dtype": "float32", "num_threads": 1, **settings})
+    )
+    try:
+        yield engine
+        assert not engine.has_work
+        engine.check()
+        engine.flush_cache()
+        assert engine.stats().num_free_pages == engine.stats().num_pages, "a page was lost"
+    finally:
+        engine.close()
+
+
+def run_all(
+    engine: mini_sglang.Engine, prompts: list[list[int]], params: list[SamplingParams], *, arrivals: int = 1000
+) -> list[list[TokenOutput]]:
+    outputs: list[list[TokenOutput]] = [[] for _ in prompts]
+    waiting = list(zip(range(len(prompts)), prompts, params, strict=True))
+    for _ in range(10_000):
+        for index, prompt, how in waiting[:arrivals]:
+            engine.add_request(str(index), prompt, how)
+        del waiting[:arrivals]
+        for output in engine.step():
+            assert output.error is None, output.error
+            outputs[int(output.request_id)].append(output)
+        if not waiting and not engine.has_work:
+            return outputs
+    raise RuntimeError("the requests did not end")
+
+
+def generate_ids(
+    engine: mini_sglang.Engine, prompts: list[list[int]], *, arrivals: int = 1000, num_tokens: int = 20
+) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    outputs = run_all(engine, prompts, [params] * len(prompts), arrivals=arrivals)
+    return [[token for output in of_prompt for token in output.token_ids] for of_prompt in outputs]
+
+
+def greedy_ids(model: Any, prompt: list[int], num_tokens: int = 20) -> list[int]:
+    """What transformers makes of `prompt`: the whole sequence computed anew for every token."""
+    torch.set_num_threads(1)  # for models this small, waking a second thread takes longer than the work
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def make_ragged_prompts(count: int, vocab_size: int) -> list[list[int]]:
+    """Lengths 1 to 90; every third prompt begins like an earlier one, some end inside its pages, one is its whole."""
+    rng = random.Random(0)
+    prompts: list[list[int]] = []
+    for index in range(count):
+        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 2, 15, 16, 17, 40, 90]))]
+        if index % 3 == 2:
+            earlier = prompts[index - 2]
+            prompt = earlier[: rng.randint(0, len(earlier))] + prompt
+        prompts.append(prompt)
+    prompts[-1] = list(prompts[0])
+    return prompts
 
 
 def make_model(family: str, *, seed: int = 0, rope: str | None = None, **config: Any) -> PreTrainedModel:

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from mini_sglang.config import EngineConfig
-from mini_sglang.engine import Engine
 from mini_sglang.request import FinishReason, SamplingParams
 from mini_sglang.weights.hub import ModelSource
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())
-NUM_TOKENS = 20
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("write_checkpoint", {"family": "llama"}),
     "llama, llama3 rope, tied": (
@@ -46,46 +41,6 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@contextmanager
-def running(model: str | Path, **settings: Any) -> Iterator[Engine]:
-    engine = Engine(EngineConfig(model=str(model), dtype="float32", num_threads=1, **settings))
-    try:
-        yield engine
-        assert not engine.has_work
-        engine.scheduler.check()
-    finally:
-        engine.close()
-
-
-def generate(
-    engine: Engine, prompts: list[list[int]], *, arrivals: int = 1000, num_tokens: int = NUM_TOKENS
-) -> list[list[int]]:
-    """Greedy output of each prompt; `arrivals` requests join at each step."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    waiting = list(enumerate(prompts))
-    for _ in range(10_000):
-        for index, prompt in waiting[:arrivals]:
-            engine.add_request(str(index), prompt, params)
-        del waiting[:arrivals]
-        for output in engine.step():
-            assert output.error is None, output.error
-            outputs[int(output.request_id)] += output.token_ids
-        if not waiting and not engine.has_work:
-            return outputs
-    raise RuntimeError("the requests did not end")
-
-
-def greedy(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
-    """What transformers makes of `prompt`: the whole sequence computed anew for every token."""
-    torch.set_num_threads(1)  # for models this small, waking a second thread takes longer than the work
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(num_tokens):
-            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
-    return ids[0, len(prompt) :].tolist()
-
-
 @pytest.fixture(params=list(CHECKPOINTS))
 def checkpoint(request: pytest.FixtureRequest) -> Any:
     fixture, arguments = CHECKPOINTS[request.param]
@@ -93,25 +48,13 @@ def checkpoint(request: pytest.FixtureRequest) -> Any:
     return write(**arguments)
 
 
-def ragged_prompts(count: int, vocab_size: int) -> list[list[int]]:
-    """Lengths 1 to 90; every third prompt begins like an earlier one, some end inside its pages, one is its whole."""
-    rng = random.Random(0)
-    prompts: list[list[int]] = []
-    for index in range(count):
-        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 2, 15, 16, 17, 40, 90]))]
-        if index % 3 == 2:
-            earlier = prompts[index - 2]
-            prompt = earlier[: rng.randint(0, len(earlier))] + prompt
-        prompts.append(prompt)
-    prompts[-1] = list(prompts[0])
-    return prompts
-
-
-def test_every_architecture_however_the_work_is_cut_up(checkpoint: Any) -> None:
+def test_every_architecture_however_the_work_is_cut_up(
+    checkpoint: Any, running: Any, generate: Any, greedy: Any, ragged_prompts: Any
+) -> None:
     prompts = ragged_prompts(16, 320)
     expected = [greedy(checkpoint.model, prompt) for prompt in prompts]
 
-    def check(name: str, arrivals: int = 1000, optimistic: bool = False, **settings: Any) -> Engine:
+    def check(name: str, arrivals: int = 1000, optimistic: bool = False, **settings: Any) -> Any:
         with running(checkpoint.path, **settings) as engine:
             if optimistic:  # the scheduler then admits more than the pool can hold
                 engine.scheduler.expected_output = 0.0
@@ -140,7 +83,7 @@ def test_every_architecture_however_the_work_is_cut_up(checkpoint: Any) -> None:
     check("longest prefix first", schedule="lpm", max_running_requests=4)
 
 
-def test_end_tokens_stop_as_in_transformers(write_checkpoint: Any) -> None:
+def test_end_tokens_stop_as_in_transformers(write_checkpoint: Any, running: Any, greedy: Any) -> None:
     checkpoint = write_checkpoint("llama")
     rng = random.Random(1)
     with running(checkpoint.path, max_running_requests=8) as engine:
@@ -172,7 +115,7 @@ def test_end_tokens_stop_as_in_transformers(write_checkpoint: Any) -> None:
     ],
     ids=["as served", "chunks of 3, pages of 3", "80 tokens of pool, run-ahead"],
 )
-def test_the_built_in_model(builtin_model: ModelSource, settings: dict[str, Any]) -> None:
+def test_the_built_in_model(builtin_model: ModelSource, running: Any, generate: Any, settings: dict[str, Any]) -> None:
     cases = REFERENCE["cases"]
     with running(builtin_model.path, **settings) as engine:
         for case in cases:

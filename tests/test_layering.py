@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
     "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
     "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
-    "benchmark": {"engine", "models.config", "request"},
+    "benchmark": {"engine", "config", "request", "models.config", "weights", "attention", "kernels"},
     "server": {
         "scheduling.scheduler",
         "async_engine",
@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights.hub",
         "cli",
     },
-    "cli": {"config", "chat", "llm", "request", "server", "verify", "weights"},
+    "cli": {"config", "benchmark", "chat", "llm", "request", "server", "verify", "weights"},
 }
 TORCH_FREE = ["request", "config", "scheduling", "detokenizer", "messages", "server"]
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from mini_sglang.kernels.base import KVCells
+from mini_sglang.kernels.base import KVCells, movable
 
 
 class KVPool:
-    """Per layer [2, num_pages, page_size, kv_heads, head_dim]: keys at index 0, values at 1 (NHD order)."""
+    """Per layer [2, num_pages, page_size, kv_heads, head_dim]: keys at index 0, values at 1 (NHD order).
+
+    In float8_e4m3fn they are stored with scale 1: rounded to 3 bits of mantissa, and values beyond ±448 saturate.
+    """
 
     def __init__(
         self,
@@ -28,6 +31,7 @@ class KVPool:
         # the same memory by cell (page id * page_size + offset): [num_cells, kv_heads, head_dim] of keys and of values
         self.key_cells = [layer[0].flatten(0, 1) for layer in self.layers]
         self.value_cells = [layer[1].flatten(0, 1) for layer in self.layers]
+        self.dtype = dtype
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_kv_heads = num_kv_heads
@@ -38,8 +42,8 @@ class KVPool:
         return KVCells(self.key_cells[layer], self.value_cells[layer], cells)
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Keys and values of `pages` [n] in that order -> [2, n * page_size, kv_heads, head_dim]"""
-        return self.layers[layer].index_select(1, pages).flatten(1, 2)
+        """Keys and values of `pages` [n] in that order -> [2, n * page_size, kv_heads, head_dim] of the pool's dtype"""
+        return movable(self.layers[layer]).index_select(1, pages).view(self.dtype).flatten(1, 2)
 
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -52,5 +56,5 @@ class KVPool:
         device = self.layers[0].device
         sources = torch.tensor([source for source, _ in copies], device=device)
         destinations = torch.tensor([destination for _, destination in copies], device=device)
-        for layer in self.layers:
+        for layer in map(movable, self.layers):
             layer.index_copy_(1, destinations, layer.index_select(1, sources))

@@ -47,7 +47,7 @@ class ReferencePlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
         if self._decode is not None and not self._chunks:
             return self._decode.run(q, layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -77,7 +77,7 @@ class _Decode:
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
-        k, v = self._pool.gather(layer, self._pages).view(self._kv_shape).transpose(2, 3).unbind()
+        k, v = self._pool.gather(layer, self._pages).to(q.dtype).view(self._kv_shape).transpose(2, 3).unbind()
         return F.scaled_dot_product_attention(q.reshape(self._q_shape), k, v, attn_mask=self._mask).reshape(q.shape)
 
 
@@ -99,7 +99,7 @@ class _Chunk:
         """q [count, heads, head_dim] -> the same shape"""
         kv_heads = self._pool.num_kv_heads
         group = q.shape[1] // kv_heads
-        kv = self._pool.gather(layer, self._pages)[:, : self._length].transpose(1, 2)
+        kv = self._pool.gather(layer, self._pages)[:, : self._length].to(q.dtype).transpose(1, 2)
         k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1).unbind()  # [kv_heads, group, length, head_dim] each
         grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, count, head_dim]
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None)

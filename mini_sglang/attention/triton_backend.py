@@ -1,12 +1,14 @@
 """The `triton` attention backend: paged decode and prefill kernels over one KV pool, nothing to install.
 
 Rows that compute one token go to the decode kernel, rows that compute more to the prefill kernel; a mixed step launches
-both over the same query and output tensors. Knows no model and no request.
+both over the same query and output tensors. In deterministic mode the decode kernel, without splits, computes all rows,
+so that a token's bits depend on what it sees alone. Knows no model and no request.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -29,16 +31,23 @@ class TritonBackend:
         max_rows: int,
         split_tokens: int | None = None,
         tuning: DecodeTuning | None = None,
+        deterministic: bool = False,
     ) -> None:
         """`dtype` is that of queries, `max_rows` the most rows of a step.
 
-        With `split_tokens` a decoded row's bits depend on that row alone; without, the number of rows decides.
+        With `split_tokens` a decoded row's bits depend on that row alone; without, the number of rows decides. With
+        `deterministic` a token has the same bits decoded and as part of any chunk.
         """
         self.pool = pool
         self._split_tokens = split_tokens
+        self._deterministic = deterministic
+        tuning = tuning or decode_tuning(pool.head_dim, dtype)
         self.group = num_heads // pool.num_kv_heads
         device = pool.layers[0].device
-        self.prefill_tuning = prefill_tuning(pool.head_dim, pool.page_size, dtype, device)
+        if deterministic:  # the decode kernel's tiles
+            tuning, self.prefill_tuning = replace(tuning, max_splits=1), PrefillTuning(block_queries=16)
+        else:
+            self.prefill_tuning = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
         self.decode = PagedDecode(
             max_rows=max_rows,
             num_heads=num_heads,
@@ -46,11 +55,33 @@ class TritonBackend:
             head_dim=pool.head_dim,
             page_size=pool.page_size,
             device=device,
-            tuning=tuning or decode_tuning(pool.head_dim, dtype),
+            tuning=tuning,
         )
 
-    def plan(self, metadata: AttentionMetadata) -> TritonPlan:
-        return TritonPlan(self, metadata)
+    def plan(self, metadata: AttentionMetadata) -> TritonPlan | TritonDecodePlan:
+        starts, counts, device = metadata.starts, metadata.counts, metadata.cells.device
+        chunks = self._chunks(counts)
+        lengths = [0 if chunk else start + 1 for start, chunk in zip(starts, chunks, strict=True)]
+        firsts = [0, *itertools.accumulate(counts)][:-1]
+        # one transfer for all of it
+        rows = torch.tensor([lengths, starts, chunks, firsts], dtype=torch.int32).to(device)
+        tiles = prefill_tiles(starts, chunks, self.group, self.prefill_tuning)
+        if self._deterministic:
+            self.decode.plan_tiles(rows[1], rows[2], rows[3], torch.tensor(tiles, dtype=torch.int64).to(device))
+            return TritonDecodePlan(self, metadata.page_table, metadata.cells)
+        decodes = sum(1 for length in lengths if length)
+        if decodes:
+            self.decode.plan(rows[0], rows[3], split_tokens=self.split_tokens(decodes))
+        return TritonPlan(
+            self,
+            metadata.page_table,
+            metadata.cells,
+            rows[1],
+            rows[2],
+            rows[3],
+            torch.tensor(tiles, dtype=torch.int64).to(device) if tiles else None,
+            decodes=decodes > 0,
+        )
 
     def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> TritonDecodePlan:
         """The plan of a step with one token per row, from device tensors alone, so that it can lie in a CUDA graph.
@@ -61,13 +92,49 @@ class TritonBackend:
         self.decode.plan(lengths, tokens, split_tokens=self.split_tokens(len(lengths)))
         return TritonDecodePlan(self, page_table, cells)
 
+    def plan_prompts(
+        self,
+        page_table: torch.Tensor,
+        cells: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+        tiles: torch.Tensor,
+    ) -> TritonPlan | TritonDecodePlan:
+        """The plan of a step with any number of tokens per row, from device tensors alone, for a CUDA graph.
+
+        page_table [R + 1, pages], cells [T], starts and counts [R + 1] int64: rows of count 0 compute nothing, and
+        neither does the last, whose tokens fill up the step; tiles [n] int64, as `prompt_tiles` lists them.
+        """
+        counts = torch.cat((counts[:-1], torch.zeros_like(counts[:1])))
+        firsts = (counts.cumsum(0) - counts).int()
+        if self._deterministic:
+            self.decode.plan_tiles(starts.int(), counts.int(), firsts, tiles)
+            return TritonDecodePlan(self, page_table, cells)
+        lengths = torch.where(counts == 1, starts + 1, 0).int()
+        self.decode.plan(lengths[:-1], firsts[:-1], split_tokens=self.split_tokens(len(counts) - 1))
+        chunks = torch.where(counts > 1, counts, 0).int()
+        return TritonPlan(self, page_table, cells, starts.int(), chunks, firsts, tiles, decodes=True)
+
+    def max_prompt_tiles(self, rows: int, tokens: int) -> int:
+        """The most tiles of a step with so many rows and tokens."""
+        return tokens // (self.prefill_tuning.block_queries // self.group) + min(rows, tokens)
+
+    def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
+        """The tiles of rows that compute `counts` tokens from `starts` on, filled up with tiles of an idle row."""
+        tiles = prefill_tiles(starts, self._chunks(counts), self.group, self.prefill_tuning)
+        return tiles + [idle_row << 20] * (number - len(tiles))
+
+    def _chunks(self, counts: list[int]) -> list[int]:
+        """Tokens of each row that are computed in tiles; a single one is left to the splits of decode attention."""
+        return [count if count > 1 or self._deterministic else 0 for count in counts]
+
     def split_tokens(self, rows: int) -> int:
         """Tokens per split of a step that decodes `rows` rows."""
         return self._split_tokens or split_tokens_for(rows, self.pool.num_kv_heads)
 
 
 class TritonDecodePlan:
-    """A step in which row r is token r, and every row computes one."""
+    """A step of the decode kernel alone, which it has planned."""
 
     def __init__(self, backend: TritonBackend, page_table: torch.Tensor, cells: torch.Tensor) -> None:
         self._backend = backend
@@ -76,43 +143,38 @@ class TritonDecodePlan:
     def target(self, layer: int) -> KVCells:
         return self._backend.pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
         pool = self._backend.pool
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._backend.decode.run(q, pool.key_cells[layer], pool.value_cells[layer], self._page_table, out)
+        self._backend.decode.run(q, pool.key_cells[layer], pool.value_cells[layer], self._page_table, out, ahead)
         return out
 
 
 class TritonPlan:
-    """One step: which rows decode, and the tiles of those that do not."""
+    """One step: the rows that decode, which the decode kernel has planned, and the tiles of those that do not."""
 
-    def __init__(self, backend: TritonBackend, metadata: AttentionMetadata) -> None:
+    def __init__(
+        self,
+        backend: TritonBackend,
+        page_table: torch.Tensor,
+        cells: torch.Tensor,
+        starts: torch.Tensor,
+        chunks: torch.Tensor,
+        firsts: torch.Tensor,
+        tiles: torch.Tensor | None,
+        *,
+        decodes: bool,
+    ) -> None:
         self._backend = backend
-        self._page_table, self._cells = metadata.page_table, metadata.cells
-        starts, counts = metadata.starts, metadata.counts
-        lengths = [start + 1 if count == 1 else 0 for start, count in zip(starts, counts, strict=True)]
-        chunks = [count if count > 1 else 0 for count in counts]
-        firsts = [0, *itertools.accumulate(counts)][:-1]
-        # one transfer for all of it
-        rows = torch.tensor([lengths, starts, chunks, firsts], dtype=torch.int32).to(self._cells.device)
-        self._lengths, self._starts, self._chunks, self._firsts = rows.unbind()
-        self._tiles: torch.Tensor | None = None
-        if any(chunks):
-            tiles = prefill_tiles(starts, chunks, backend.group, self._prefill_tuning)
-            self._tiles = torch.tensor(tiles, dtype=torch.int64).to(self._cells.device)
-        decodes = sum(1 for length in lengths if length)
-        self._decodes = decodes > 0
-        if self._decodes:
-            backend.decode.plan(self._lengths, self._firsts, split_tokens=backend.split_tokens(decodes))
-
-    @property
-    def _prefill_tuning(self) -> PrefillTuning:
-        return self._backend.prefill_tuning
+        self._page_table, self._cells = page_table, cells
+        self._starts, self._chunks, self._firsts = starts, chunks, firsts
+        self._tiles = tiles
+        self._decodes = decodes
 
     def target(self, layer: int) -> KVCells:
         return self._backend.pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
         """Attend q [T, heads, head_dim] to what the pool holds, the step's own tokens included -> the same shape"""
         pool = self._backend.pool
         keys, values = pool.key_cells[layer], pool.value_cells[layer]
@@ -131,6 +193,6 @@ class TritonPlan:
                 self._tiles,
                 out,
                 page_size=pool.page_size,
-                tuning=self._prefill_tuning,
+                tuning=self._backend.prefill_tuning,
             )
         return out

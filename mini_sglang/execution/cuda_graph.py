@@ -1,58 +1,88 @@
-"""Decode steps as CUDA graphs: one per batch size, each a whole step from the slots to the sampled tokens.
+"""Whole steps as CUDA graphs, one per size: a replay costs the host one copy of integers and one launch.
 
-A replay costs the host one copy of the slots and one launch. Batches between two captured sizes are filled up with an
-idle slot, whose row computes and changes nothing that anybody reads.
+`DecodeGraphs` holds steps of one token per row, from the slots to the sampled tokens. Batches between two captured
+sizes are filled up with an idle slot, whose row computes and changes nothing that anybody reads.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
-logger = logging.getLogger(__name__)
 
+class GraphStep(NamedTuple):
+    """What a step leaves behind; its tensors hold until the next replay."""
 
-class DecodeStep(NamedTuple):
     token_ids: torch.Tensor  # [rows] int64
     logits: torch.Tensor  # [rows, vocab]
 
 
-class DecodeGraphs:
-    """Captures `step`, a function from slots [rows] int64 to what it sampled, for every batch up to `max_rows`."""
+class StepGraphs:
+    """Captures `step`, a function of the size that reads its inputs from tensors that stay, for each of `sizes`.
+
+    `sizes` ascend. Graphs of one `pool` (torch.cuda.graph_pool_handle()) share memory for what they compute in between,
+    so only one may run at a time. `prepare` fills the tensors of a size with something that can be computed.
+    """
 
     def __init__(
-        self, step: Callable[[torch.Tensor], DecodeStep], max_rows: int, idle_slot: int, device: torch.device
+        self,
+        step: Callable[[int], GraphStep],
+        sizes: list[int],
+        name: str,
+        pool: Any,
+        prepare: Callable[[int], None] | None = None,
     ) -> None:
-        start = time.perf_counter()
-        self.max_rows = max_rows
-        self._slots = torch.full((max_rows,), idle_slot, dtype=torch.int64, device=device)
-        self._idle_slot = idle_slot
-        self._sizes = graph_sizes(max_rows)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
-        pool = None
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            slots = self._slots[:size]
-            step(slots)  # compiles what is compiled on first use
-            torch.cuda.synchronize(device)
+        self.sizes = sizes
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, GraphStep]] = {}
+        descending = sizes[::-1]  # the largest first: the others fit into its memory
+        console = Console(stderr=True)
+        for size in track(descending, f"Capturing {name} graphs", console=console, transient=True):
+            if prepare is not None:
+                prepare(size)
+            step(size)  # compiles what is compiled on first use
+            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                outputs = step(slots)
-            pool = pool or graph.pool()
+                outputs = step(size)
             self._graphs[size] = (graph, outputs)
-        logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - start)
 
-    def replay(self, slots: list[int]) -> DecodeStep:
-        """Run one step for `slots`, at most `max_rows`. The tensors hold until the next replay."""
-        size = next(size for size in self._sizes if size >= len(slots))
-        padded = slots + [self._idle_slot] * (size - len(slots))
-        self._slots[:size].copy_(torch.tensor(padded, pin_memory=True), non_blocking=True)
+    def size_for(self, count: int) -> int:
+        """The smallest captured size that holds `count`."""
+        return next(size for size in self.sizes if size >= count)
+
+    def replay(self, size: int, rows: int) -> GraphStep:
+        """Run the step of `size`; of what it leaves, the first `rows`."""
         graph, outputs = self._graphs[size]
         graph.replay()
-        return DecodeStep(outputs.token_ids[: len(slots)], outputs.logits[: len(slots)])
+        return GraphStep(outputs.token_ids[:rows], outputs.logits[:rows])
+
+
+class DecodeGraphs:
+    """Graphs of `step`, a function of slots [rows] int64 on the device, for every batch up to `max_rows`."""
+
+    def __init__(
+        self,
+        step: Callable[[torch.Tensor], GraphStep],
+        max_rows: int,
+        idle_slot: int,
+        device: torch.device,
+        pool: Any,
+    ) -> None:
+        self.max_rows = max_rows
+        self._idle_slot = idle_slot
+        self._slots = torch.full((max_rows,), idle_slot, dtype=torch.int64, device=device)
+        self._graphs = StepGraphs(lambda size: step(self._slots[:size]), graph_sizes(max_rows), "decode", pool)
+
+    def replay(self, slots: list[int]) -> GraphStep:
+        """Run one step for `slots`, at most `max_rows`."""
+        size = self._graphs.size_for(len(slots))
+        padded = slots + [self._idle_slot] * (size - len(slots))
+        self._slots[:size].copy_(torch.tensor(padded, pin_memory=True), non_blocking=True)
+        return self._graphs.replay(size, len(slots))
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from mini_sglang.attention.base import AttentionBackend
 from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.attention.reference import ReferenceBackend
+from mini_sglang.attention.select import GRAPH_BACKENDS, make_backends, resolve_backend
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.model_runner import ModelRunner, Sampled
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.kernels.base import Kernels, TorchKernels
+from mini_sglang.kernels.base import FP8, Kernels, TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.registry import build_model
@@ -25,6 +25,11 @@ from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch, 
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
+
+if TYPE_CHECKING:  # it needs Triton
+    from mini_sglang.execution.device_sampler import DeviceSampler
+
+logger = logging.getLogger(__name__)
 
 
 class StepHandle:
@@ -64,12 +69,12 @@ class Executor:
             torch.set_num_threads(self.config.num_threads)
         self._max_rows = _resolved(self.config.max_running_requests)
         self._device, self._dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
-        kernels, self._make_backend = _kernels_and_backend(self.config, self.model_config, self._dtype)
+        kernels = _kernels(self.config, self._dtype)
         placement = Placement(self._device, self._dtype, kernels, packed=self.config.weights == "packed")
         with _out_of_memory("the weights do not fit: use a smaller model or dtype"):
             self._model = build_model(self.model_config, placement)
             if dummy:
-                load_dummy_weights(self._model.weight_slots(), seed=config.seed)
+                load_dummy_weights(self._model.weight_slots(), seed=config.seed, device=self._device)
             else:
                 load_weights(source, self.model_config, self._model.weight_slots(), show_progress=True)
         with _out_of_memory("the KV cache or a step does not fit: lower mem_fraction, num_pages or max_prefill_tokens"):
@@ -94,8 +99,16 @@ class Executor:
             page_size=self.config.page_size,
             num_kv_heads=self.model_config.num_kv_heads,
             head_dim=self.model_config.head_dim,
-            dtype=self._dtype,
+            dtype=_kv_dtype(self.config, self.config.dtype),
             device=self._device,
+        )
+        backends = make_backends(
+            self.config.attention_backend,
+            pool,
+            num_heads=self.model_config.num_heads,
+            dtype=self._dtype,
+            max_rows=self._max_rows,
+            deterministic=self.config.deterministic,
         )
         table = RequestTable(
             self._max_rows,
@@ -104,30 +117,42 @@ class Executor:
             self._device,
             idle_page=num_pages,
         )
-        return ModelRunner(self._model, pool, self._make_backend(pool), table)
+        return ModelRunner(self._model, pool, backends, table, self._make_sampler(table))
+
+    def _make_sampler(self, table: RequestTable) -> DeviceSampler | None:
+        """Imported here, since a CPU has no use for Triton."""
+        if self._device.type != "cuda":
+            return None
+        from mini_sglang.execution.device_sampler import DeviceSampler
+
+        return DeviceSampler(table, self.model_config.vocab_size)
 
     def _measure_pages(self) -> int:
         """Pages that fit into `mem_fraction` of a GPU beside the weights and what the largest step was seen to take."""
         budget = _resolved(self.config.max_prefill_tokens)
         tokens = min(budget, self.model_config.context_length)
+        page_bytes = _page_bytes(self.config, self.model_config, self.config.dtype)
+        weight_bytes = torch.cuda.memory_allocated(self._device)
         runner = self._make_runner(self._pages(tokens))
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
+        state_bytes = before - weight_bytes - (self._pages(tokens) + 1) * page_bytes  # tables, counts, workspaces
         runner.run(self._prompt_step(tokens))
         rows_per_step = -(-budget // tokens)  # the budget may hold several whole contexts
         step_bytes = (torch.cuda.max_memory_allocated(self._device) - before) * rows_per_step
+        step_bytes *= 2 if self._prompt_graph_tokens() else 1  # a full step's graph has memory of its own
         step_bytes += 3 * 4 * self._max_rows * self.model_config.vocab_size  # sampling in float32
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        page_bytes = _page_bytes(self.config, self.model_config, self.config.dtype)
-        kv_bytes = int(total * self.config.mem_fraction) - (total - free) - step_bytes - _GRAPH_BYTES
+        used_bytes = total - free + state_bytes
+        kv_bytes = int(total * self.config.mem_fraction) - used_bytes - step_bytes - _GRAPH_BYTES
         pages = kv_bytes // page_bytes
         if pages < 2:
-            used, step = (total - free) >> 20, step_bytes >> 20
+            used, step = used_bytes >> 20, step_bytes >> 20
             raise ValueError(
-                f"mem_fraction {self.config.mem_fraction} leaves {kv_bytes >> 20} MiB for the KV cache beside {used} MiB "
-                f"of weights and {step} MiB of a step; raise it or lower max_prefill_tokens"
+                f"mem_fraction {self.config.mem_fraction} leaves {kv_bytes >> 20} MiB for the KV cache beside {used} "
+                f"MiB of weights and tables and {step} MiB of a step; raise it or lower max_prefill_tokens"
             )
         return min(pages, self._max_rows * self._pages(self.model_config.context_length))
 
@@ -135,13 +160,16 @@ class Executor:
         """Run what is compiled on first use, in a page that nobody holds yet, and capture graphs."""
         with torch.inference_mode():
             self._runner.run(self._prompt_step(1))
-        if self.config.attention_backend == "triton":
+        if self._device.type == "cuda":
             self._runner.run(self._prompt_step(min(self.config.page_size, self.model_config.context_length, 16)))
-            max_rows = self.config.cuda_graph_max_bs
-            if max_rows is None:
-                max_rows = self._max_rows
+            max_rows = _resolved(self.config.cuda_graph_max_bs)
             if max_rows > 0:
-                self._runner.capture_graphs(min(max_rows, self._max_rows))
+                self._runner.capture_graphs(max_rows, self._prompt_graph_tokens())
+
+    def _prompt_graph_tokens(self) -> int:
+        """The most tokens of a prompt step that runs as a CUDA graph; 0 where none does."""
+        by_triton = self.config.attention_backend.split(",")[0] == "triton"
+        return _resolved(self.config.max_prefill_tokens) if by_triton and self.config.cuda_graph_max_bs else 0
 
     def _prompt_step(self, tokens: int) -> ScheduledBatch:
         """A step that computes a prompt of zeros in slot 0, on the first pages."""
@@ -177,6 +205,11 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
     if context_length > model.context_length:
         raise ValueError(f"context_length must be at most the model's {model.context_length}, got {context_length}")
     slots = config.max_running_requests or (64 if on_cpu else 256)
+    backend = resolve_backend(config.attention_backend, torch.device(device), _DTYPES[dtype], _kv_dtype(config, dtype))
+    if config.deterministic and set(backend.split(",")) != {"triton"}:
+        raise ValueError(
+            f"deterministic needs a GPU and attention_backend=triton, got {device} and {backend}; leave it off"
+        )
     return config.replace(
         device=device,
         dtype=dtype,
@@ -187,42 +220,34 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
         num_pages=config.num_pages
         or (_pages_that_fit(config, model, dtype, context_length, slots) if on_cpu else None),
         run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
-        attention_backend=_resolve_backend(config, on_cpu, dtype),
+        attention_backend=backend,
+        cuda_graph_max_bs=0 if on_cpu else _graph_rows(config, backend, slots),
         num_threads=config.num_threads or (len(os.sched_getaffinity(0)) if on_cpu else None),
     )
 
 
-def _kernels_and_backend(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype
-) -> tuple[Kernels, Callable[[KVPool], AttentionBackend]]:
-    """What `attention_backend` names: the kernels between matrix products, and how attention reads the pool.
-
-    Imported here, since Numba is of no use to a GPU, nor Triton to a CPU.
-    """
+def _kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
+    """The other kernels of a device, which go with its attention backend; imported where they are of use."""
+    if config.attention_backend == "reference":
+        return TorchKernels()
     if config.attention_backend == "cpu":
-        from mini_sglang.attention.cpu_backend import CpuBackend
         from mini_sglang.kernels.cpu_kernels import CpuKernels
 
-        kernels = CpuKernels(dtype)
-        return kernels, partial(CpuBackend, dtype=dtype, kernels=kernels)
-    if config.attention_backend == "triton":
-        from mini_sglang.attention.triton_backend import TritonBackend
-        from mini_sglang.kernels.triton_kernels import TritonKernels
+        return CpuKernels(dtype)
+    from mini_sglang.kernels.triton_kernels import TritonKernels
 
-        rows = _resolved(config.max_running_requests)
-        return TritonKernels(), partial(TritonBackend, num_heads=model.num_heads, dtype=dtype, max_rows=rows)
-    return TorchKernels(), partial(ReferenceBackend, dtype=dtype)
+    return TritonKernels(deterministic=config.deterministic)
 
 
-def _resolve_backend(config: EngineConfig, on_cpu: bool, dtype: str) -> str:
-    backend = config.attention_backend
-    if backend == "auto":
-        return "triton" if not on_cpu else "cpu" if dtype in ("float32", "bfloat16") else "reference"
-    if backend == "cpu" and not (on_cpu and dtype in ("float32", "bfloat16")):
-        raise ValueError(f"attention_backend=cpu needs a CPU and float32 or bfloat16, got {config.device} and {dtype}")
-    if backend == "triton" and on_cpu:
-        raise ValueError("attention_backend=triton needs a GPU, got a CPU; leave it at auto")
-    return backend
+def _graph_rows(config: EngineConfig, backend: str, slots: int) -> int:
+    """The most rows of a CUDA graph: 0 where decode attention plans on the host, which no graph can contain."""
+    decode, rows = backend.split(",")[-1], config.cuda_graph_max_bs
+    if decode in GRAPH_BACKENDS:
+        return slots if rows is None else min(rows, slots)
+    if rows:
+        raise ValueError(f"cuda_graph_max_bs must be 0 with {decode} as decode attention backend, got {rows}")
+    logger.info("decode steps run without CUDA graphs, since %s plans them on the host", decode)
+    return 0
 
 
 def _fastest_dtype(on_cpu: bool) -> str:
@@ -260,7 +285,12 @@ def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, contex
 
 
 def _page_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
-    return KVPool.bytes_per_page(model.num_layers, config.page_size, model.num_kv_heads, model.head_dim, _DTYPES[dtype])
+    kv_dtype = _kv_dtype(config, dtype)
+    return KVPool.bytes_per_page(model.num_layers, config.page_size, model.num_kv_heads, model.head_dim, kv_dtype)
+
+
+def _kv_dtype(config: EngineConfig, dtype: str) -> torch.dtype:
+    return FP8 if config.kv_cache_dtype == "fp8" else _DTYPES[dtype]
 
 
 def _resolved(value: int | None) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from mini_sglang.attention.base import AttentionBackend, AttentionPlan
 from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.execution.cuda_graph import DecodeGraphs, DecodeStep
+from mini_sglang.attention.select import Backends
+from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep
+from mini_sglang.execution.prompt_graph import PromptBackend, PromptGraphs, PromptInputs, prompt_sizes
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.execution.sampler import is_plain, sample, token_logprobs
+from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.request import TokenLogprobs
 from mini_sglang.scheduling.batch import Row, ScheduledBatch
+
+if TYPE_CHECKING:  # it needs Triton
+    from mini_sglang.execution.device_sampler import DeviceSampler
 
 
 class Sampled(NamedTuple):
@@ -32,66 +37,112 @@ class GraphBackend(AttentionBackend, Protocol):
 
 
 class ModelRunner:
-    """The model, the KV pool and the request table of one device."""
+    """The model, the KV pool and the request table of one device. Without `sampler` PyTorch draws the tokens."""
 
-    def __init__(self, model: Transformer, pool: KVPool, backend: AttentionBackend, table: RequestTable) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        pool: KVPool,
+        backends: Backends,
+        table: RequestTable,
+        sampler: DeviceSampler | None = None,
+    ) -> None:
         self._model = model
         self._pool = pool
-        self._backend = backend
+        self._backends = backends
         self._table = table
+        self._sampler = sampler
         self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
 
     @torch.inference_mode()
-    def capture_graphs(self, max_rows: int) -> None:
-        """Run decode steps of up to `max_rows` rows as CUDA graphs from here on. TypeError if attention cannot."""
-        from mini_sglang.kernels.race import race  # Triton: only where there is a GPU
+    def capture_graphs(self, max_rows: int, max_tokens: int) -> None:
+        """Run steps of up to `max_rows` rows as CUDA graphs from here on, and if `max_tokens` is not 0 prompts too.
 
-        backend = self._backend
-        if not isinstance(backend, GraphBackend):
-            raise TypeError(f"{type(backend).__name__} cannot plan inside a CUDA graph")
+        TypeError if attention cannot.
+        """
+        table, device = self._table, self._pool.layers[0].device
+        memory = torch.cuda.graph_pool_handle()
+        if max_tokens:
+            backend = self._backends.prefill
+            if not isinstance(backend, PromptBackend):
+                raise TypeError(f"{type(backend).__name__} cannot plan prompts inside a CUDA graph")
+            sizes = prompt_sizes(max_tokens)
+            self._prompts = PromptGraphs(self.compute, table, backend, max_rows, sizes, memory)
+        self._graphs = DecodeGraphs(self.decode, max_rows, table.idle_slot, device, memory)
 
-        def decode(slots: torch.Tensor) -> DecodeStep:
-            inputs = self._table.decode_inputs(slots)
-            plan = backend.plan_decode(inputs.page_table, inputs.cells, (inputs.positions + 1).int())
-            logits = self._model(ForwardBatch(inputs.input_ids, inputs.positions, None, plan))
-            token_ids = race(logits, inputs.temperatures, inputs.seeds, inputs.positions + 1)
-            self._table.advance(inputs, token_ids)
-            return DecodeStep(token_ids, logits)
+    def compute(self, inputs: PromptInputs) -> GraphStep:
+        """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures."""
+        if self._sampler is None:
+            raise TypeError("without a device sampler no step can be computed from the device alone")
+        logits = self._model(inputs.forward)
+        return GraphStep(self._sampler.draw(logits, inputs.slots, inputs.positions), logits)
 
-        device = self._pool.layers[0].device
-        self._graphs = DecodeGraphs(decode, max_rows, self._table.idle_slot, device)
+    def decode(self, slots: torch.Tensor) -> GraphStep:
+        """Compute the next token of each slot, by what the device knows alone, and append it. slots [R] int64
+
+        What a graph captures. TypeError if attention cannot be planned this way, or the device cannot sample.
+        """
+        from mini_sglang.kernels.decode_step import decode_inputs  # Triton: only where there is a GPU
+
+        backend, table = self._backends.decode, self._table
+        if not isinstance(backend, GraphBackend) or self._sampler is None:
+            raise TypeError(f"{type(backend).__name__} with sampler {self._sampler} cannot decode from slots alone")
+        inputs = decode_inputs(slots, table.num_computed, table.tokens, table.page_table, table.page_size)
+        plan = backend.plan_decode(inputs.page_table, inputs.cells, inputs.lengths)
+        logits = self._model(ForwardBatch(inputs.input_ids, inputs.positions, None, plan))
+        return GraphStep(self._sampler.draw(logits, slots, inputs.lengths), logits)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Sampled:
         """Compute the batch's rows and sample those that reached the end of their known tokens."""
         self._table.apply(batch)
+        if self._sampler is not None:
+            self._sampler.take(batch.new_rows)
         self._pool.copy_pages(batch.page_copies)
-        if self._graphs is not None and _is_decode(batch.rows, self._graphs.max_rows):
-            return self._replay(batch.rows, self._graphs)
+        if self._graphs is not None and _is_decode(batch, self._graphs.max_rows):
+            return self._complete(batch.rows, *self._graphs.replay([row.slot for row in batch.rows]))
+        if self._prompts is not None and self._prompts.fits(batch.rows):
+            sampling_rows = [row for row in batch.rows if row.samples]
+            return self._complete(sampling_rows, *self._prompts.replay(batch.rows))
         inputs = self._table.expand(batch.rows)
         logits = self._model(
             ForwardBatch(
                 input_ids=inputs.input_ids,
                 positions=inputs.positions,
                 logit_rows=inputs.logit_rows,
-                plan=self._backend.plan(inputs.attention),
+                plan=self._backends.plan(inputs.attention),
             )
         )
         sampling_rows = [row for row in batch.rows if row.samples]
         return self._sample(sampling_rows, logits) if sampling_rows else Sampled(inputs.logit_rows, [])
 
-    def _replay(self, rows: list[Row], graphs: DecodeGraphs) -> Sampled:
-        step = graphs.replay([row.slot for row in rows])
-        if all(is_plain(params) for params in self._table.params_of(rows)):
-            return Sampled(step.token_ids, [None] * len(rows))
-        return self._sample(rows, step.logits)  # overwrites the tokens that the graph appended
-
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
-        sampling = self._table.sampling(rows)
-        token_ids = sample(logits, sampling)
+        if self._sampler is not None:
+            slots = self._table.send([row.slot for row in rows])
+            positions = self._table.send([row.start + row.count for row in rows], torch.int32)
+            return self._complete(rows, self._sampler.draw(logits, slots, positions), logits)
+        token_ids = self._draw(rows, logits)
+        return Sampled(token_ids, token_logprobs(logits, token_ids, self._table.params_of(rows)))
+
+    def _complete(self, rows: list[Row], token_ids: torch.Tensor, logits: torch.Tensor) -> Sampled:
+        """What the device's draw leaves to do: draw biased rows again and look log-probabilities up."""
+        if self._table.want_only_tokens([row.slot for row in rows]):
+            return Sampled(token_ids, [None] * len(rows))
+        params = self._table.params_of(rows)
+        biased = [index for index in range(len(rows)) if is_biased(params[index])]
+        if biased:
+            token_ids[biased] = self._draw([rows[index] for index in biased], logits[biased])
+        return Sampled(token_ids, token_logprobs(logits, token_ids, params))
+
+    def _draw(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
+        """Draw one token per row with PyTorch and append it."""
+        token_ids = sample(logits, self._table.sampling(rows))
         self._table.append(rows, token_ids)
-        return Sampled(token_ids, token_logprobs(logits, token_ids, sampling.params))
+        return token_ids
 
 
-def _is_decode(rows: list[Row], max_rows: int) -> bool:
-    return len(rows) <= max_rows and all(row.count == 1 and row.samples for row in rows)
+def _is_decode(batch: ScheduledBatch, max_rows: int) -> bool:
+    """Whether every row computes one token at the place where the device left off, which holds for no new row."""
+    rows = batch.rows
+    return not batch.new_rows and len(rows) <= max_rows and all(row.count == 1 and row.samples for row in rows)

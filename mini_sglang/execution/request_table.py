@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
-from mini_sglang.execution.sampler import SamplingBatch
+from mini_sglang.execution.sampler import SamplingBatch, is_biased
 from mini_sglang.request import SamplingParams
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
 
@@ -27,42 +27,30 @@ class StepInputs:
     attention: AttentionMetadata
 
 
-@dataclass(frozen=True)
-class DecodeInputs:
-    """A step of one token per row, looked up on the device from the slots alone. R rows."""
-
-    slots: torch.Tensor  # [R] int64
-    input_ids: torch.Tensor  # [R] int32
-    positions: torch.Tensor  # [R] int64
-    page_table: torch.Tensor  # [R, max pages] int64
-    cells: torch.Tensor  # [R] int64
-    temperatures: torch.Tensor  # [R] float32
-    seeds: torch.Tensor  # [R] int64
-
-
 class RequestTable:
     """State of `num_slots` requests of at most `context_length` tokens each.
 
-    One slot more, `idle_slot`, fills up batches of a fixed size. It is always at position 0 of `idle_page`.
+    One slot more, `idle_slot`, fills up batches of a fixed size. It is always at position 0 of `idle_page`. Graphs read
+    and advance `tokens` [slots, context + 1] int32, `page_table` [slots, max pages] int64 and `num_computed` [slots]
+    int64 themselves.
     """
 
     def __init__(
         self, num_slots: int, context_length: int, page_size: int, device: torch.device, idle_page: int = 0
     ) -> None:
         self.idle_slot = num_slots
-        self._page_size = page_size
+        self.page_size = page_size
         self._device = device
         # one column more than the context: the token sampled at the very end has a place too
-        self._tokens = torch.zeros(num_slots + 1, context_length + 1, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(num_slots + 1, context_length + 1, dtype=torch.int32, device=device)
         num_pages = -(-context_length // page_size)
-        self._page_table = torch.zeros(num_slots + 1, num_pages, dtype=torch.int64, device=device)
-        self._page_table[self.idle_slot] = idle_page
-        self._num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._temperatures = torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
-        self._device_seeds = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(num_slots + 1, num_pages, dtype=torch.int64, device=device)
+        self.page_table[self.idle_slot] = idle_page
+        self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._seeds = [0] * num_slots
         self._prompt_lengths = [0] * num_slots
+        self._wanting_more: set[int] = set()  # slots with a bias or log-probabilities
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Take in the batch's new rows and new pages."""
@@ -75,28 +63,28 @@ class RequestTable:
                 for index, page_id in enumerate(pages.page_ids, pages.first_index)
             }
             slots, indices = zip(*entries, strict=True)
-            self._page_table[self._send(slots), self._send(indices)] = self._send(list(entries.values()))
+            self.page_table[self.send(slots), self.send(indices)] = self.send(list(entries.values()))
 
     def _take(self, new: NewRow) -> None:
-        self._tokens[new.slot, : len(new.token_ids)] = self._send(new.token_ids)
-        self._temperatures[new.slot] = new.params.temperature
-        self._device_seeds[new.slot] = new.seed
+        self.tokens[new.slot, : len(new.token_ids)] = self.send(new.token_ids)
         self._params[new.slot] = new.params
         self._seeds[new.slot] = new.seed
         self._prompt_lengths[new.slot] = new.num_prompt_tokens
+        wants_more = is_biased(new.params) or new.params.logprobs is not None
+        (self._wanting_more.add if wants_more else self._wanting_more.discard)(new.slot)
 
-    def _send(self, numbers: Sequence[object]) -> torch.Tensor:
-        """Integers to the device, int64, without waiting for it."""
+    def send(self, numbers: Sequence[object], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Numbers to the device, integers as int64 unless `dtype` says otherwise, without waiting for it."""
         if self._device.type == "cpu":
-            return torch.tensor(numbers)
-        return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
+            return torch.tensor(numbers, dtype=dtype)
+        return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(self._device, non_blocking=True)
 
     def expand(self, rows: list[Row]) -> StepInputs:
         """The tensors of a step that computes `rows`."""
         device = self._device
         starts, counts = [row.start for row in rows], [row.count for row in rows]
-        slot_of_row, start_of_row, count_of_row = self._send([[row.slot for row in rows], starts, counts])
-        self._num_computed[slot_of_row] = start_of_row + count_of_row
+        slot_of_row, start_of_row, count_of_row = self.send([[row.slot for row in rows], starts, counts])
+        self.num_computed[slot_of_row] = start_of_row + count_of_row
         num_tokens = sum(counts)
         if num_tokens == len(rows):  # one token each: rows are tokens
             slots, positions = slot_of_row, start_of_row
@@ -105,16 +93,16 @@ class RequestTable:
             row_of_token = torch.repeat_interleave(count_of_row, output_size=num_tokens)
             slots = slot_of_row[row_of_token]
             positions = torch.arange(num_tokens, device=device) + (start_of_row - first_of_row)[row_of_token]
-        pages = self._page_table[slots, positions // self._page_size]
+        pages = self.page_table[slots, positions // self.page_size]
         return StepInputs(
-            input_ids=self._tokens[slots, positions],
+            input_ids=self.tokens[slots, positions],
             positions=positions,
-            logit_rows=self._send(_last_tokens_of_sampling_rows(rows)).to(torch.int64),
+            logit_rows=self.send(last_tokens_of_sampling_rows(rows), torch.int64),
             attention=AttentionMetadata(
                 starts=starts,
                 counts=counts,
-                page_table=self._page_table[slot_of_row],
-                cells=pages * self._page_size + positions % self._page_size,
+                page_table=self.page_table[slot_of_row],
+                cells=pages * self.page_size + positions % self.page_size,
             ),
         )
 
@@ -126,8 +114,12 @@ class RequestTable:
             seeds=[self._seeds[slot] for slot in slots],
             positions=[row.start + row.count for row in rows],
             prompt_lengths=[self._prompt_lengths[slot] for slot in slots],
-            history=lambda index: self._tokens[slots[index], : rows[index].start + rows[index].count],
+            history=lambda index: self.tokens[slots[index], : rows[index].start + rows[index].count],
         )
+
+    def want_only_tokens(self, slots: list[int]) -> bool:
+        """Whether these slots want no more than what a device draws by itself: no bias, no log-probabilities."""
+        return self._wanting_more.isdisjoint(slots)
 
     def params_of(self, rows: list[Row]) -> list[SamplingParams]:
         return [self._known(row.slot) for row in rows]
@@ -140,31 +132,11 @@ class RequestTable:
 
     def append(self, rows: list[Row], token_ids: torch.Tensor) -> None:
         """Write the sampled tokens, one per row, behind the tokens just computed. token_ids [len(rows)]"""
-        slots, positions = self._send([[row.slot for row in rows], [row.start + row.count for row in rows]])
-        self._tokens[slots, positions] = token_ids.to(torch.int32)
-
-    def decode_inputs(self, slots: torch.Tensor) -> DecodeInputs:
-        """The next token of each slot. slots [R] int64, on the device; nothing here depends on the host."""
-        positions = self._num_computed[slots]
-        page_table = self._page_table[slots]
-        pages = page_table.gather(1, (positions // self._page_size).unsqueeze(1)).squeeze(1)
-        return DecodeInputs(
-            slots=slots,
-            input_ids=self._tokens[slots, positions],
-            positions=positions,
-            page_table=page_table,
-            cells=pages * self._page_size + positions % self._page_size,
-            temperatures=self._temperatures[slots],
-            seeds=self._device_seeds[slots],
-        )
-
-    def advance(self, inputs: DecodeInputs, token_ids: torch.Tensor) -> None:
-        """Append the sampled tokens [R] and move every slot on by one, but for the idle one."""
-        self._tokens[inputs.slots, inputs.positions + 1] = token_ids.to(torch.int32)
-        self._num_computed[inputs.slots] = inputs.positions + (inputs.slots != self.idle_slot)
+        slots, positions = self.send([[row.slot for row in rows], [row.start + row.count for row in rows]])
+        self.tokens[slots, positions] = token_ids.to(torch.int32)
 
 
-def _last_tokens_of_sampling_rows(rows: list[Row]) -> list[int]:
+def last_tokens_of_sampling_rows(rows: list[Row]) -> list[int]:
     indices, end = [], 0
     for row in rows:
         end += row.count

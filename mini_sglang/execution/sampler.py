@@ -1,6 +1,7 @@
 """From logits to tokens, for all rows at once and each row as if it were alone.
 
-Order per row: logit bias and allowed tokens, penalties, temperature, top-k, top-p, min-p, draw. The draw is a race
+Order per row: logit bias and allowed tokens, penalties, temperature, top-k, top-p, min-p, draw. Of equal logits the
+smaller token id counts as the more likely, so what a filter keeps depends on the row alone. The draw is a race
 (Gumbel-max): each token's noise is a hash of (seed, position, token), so a request samples the same tokens in any
 batch, chunked, cached or resumed. Inverting the cumulative distribution would cost less, but there the rounding of one
 logit moves the borders of all tokens behind it; in a race it matters only where two tokens finish side by side.
@@ -74,19 +75,16 @@ def token_logprobs(
     return results
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Whether the token is the winner of the plain race (or the argmax): nothing filters, biases or asks for more."""
-    return not (_changes_logits(params) or _filters(params) or params.logprobs is not None)
+def is_biased(params: SamplingParams) -> bool:
+    return bool(params.logit_bias) or params.allowed_token_ids is not None
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
 
 
 def _changes_logits(params: SamplingParams) -> bool:
-    return bool(
-        params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
+    return is_biased(params) or is_penalised(params)
 
 
 def _filters(params: SamplingParams) -> bool:
@@ -140,22 +138,34 @@ def _draw_filtered(logits: torch.Tensor, rows: list[int], batch: SamplingBatch) 
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device).unsqueeze(1)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device).unsqueeze(1)
     total = logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
-    width = min(vocab_size, max(_FIRST_CANDIDATES, *(limit for limit in limits if limit < vocab_size), 0))
+    width = min(vocab_size, max(_FIRST_CANDIDATES, *(2 * limit for limit in limits if limit < vocab_size), 0))
     while True:
-        values, token_ids = logits.topk(width)
+        values, token_ids = _most_likely(logits, width)
         within_k = torch.arange(width, device=device) < top_k
         weights = values.double().exp() * within_k
         running = weights.cumsum(-1)
         mass = torch.where(top_k < vocab_size, running[:, -1:], total)  # what top-p is a share of
         threshold = min_p * weights[:, :1]
-        enough = (top_k <= width) | (running[:, -1:] >= top_p * mass) | (weights[:, -1:] < threshold)
-        if bool(enough.all()):
+        kept = ((running - weights < top_p * mass) | (top_p >= 1)) & (weights >= threshold) & within_k
+        kept[:, 0] = True  # the most likely token always stays
+        # the last candidates may have equals that are none: enough only if a filter cut before them
+        if width == vocab_size or not bool((kept & (values == values[:, -1:])).any()):
             break
         width = vocab_size
-    kept = ((running - weights < top_p * mass) | (top_p >= 1)) & (weights >= threshold) & within_k
-    kept[:, 0] = True  # the most likely token always stays
     choice = _race(values.masked_fill_(~kept, float("-inf")), token_ids.int(), _keys(rows, batch, device))
     return token_ids.gather(1, choice.unsqueeze(1)).squeeze(1)
+
+
+def _most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest logits and their token ids, descending, equals by token id. [R, vocab] -> [R, count]"""
+    if count < logits.shape[1]:
+        values, token_ids = logits.topk(count)
+        token_ids, order = token_ids.sort(-1)
+        values = values.gather(1, order)
+    else:
+        values, token_ids = logits, torch.arange(count, device=logits.device).expand_as(logits)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return values, token_ids.gather(1, order)
 
 
 def _race(logits: torch.Tensor, token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

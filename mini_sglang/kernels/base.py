@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+FP8 = torch.float8_e4m3fn  # sign, 4 bits of exponent, 3 of mantissa; no infinity
+FP8_MAX = 448.0
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -33,18 +36,61 @@ class Rotation:
 class KVCells:
     """Where the keys and values of one step go in one layer."""
 
-    keys: torch.Tensor  # [num_cells, kv_heads, head_dim]
-    values: torch.Tensor  # [num_cells, kv_heads, head_dim]
+    keys: torch.Tensor  # [num_cells, kv_heads, head_dim] of the pool's dtype
+    values: torch.Tensor  # [num_cells, kv_heads, head_dim] of the pool's dtype
     cells: torch.Tensor  # [T] int64
 
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v [T, kv_heads, head_dim]."""
-        self.keys.index_copy_(0, self.cells, k)
-        self.values.index_copy_(0, self.cells, v)
+        """Write k and v [T, kv_heads, head_dim], in the pool's dtype."""
+        for cells, new in ((self.keys, k), (self.values, v)):
+            movable(cells).index_copy_(0, self.cells, movable(as_stored(new, cells.dtype)))
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in a pool's dtype. Beyond ±448, where float8_e4m3fn ends, values saturate; a plain conversion may give NaN."""
+    return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else x).to(dtype)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """x, or its bytes where it holds float8, which PyTorch cannot read and write by index on every device"""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm's parameters, as they are handed to the product behind it."""
+
+    weight: torch.Tensor  # [n]
+    eps: float
+
+
+class Matrix(Protocol):
+    """Weights W [out, in] and perhaps a bias, laid out for a device, and what a layer does with them. T tokens."""
+
+    weight: torch.Tensor | None  # as it is read, [out, in] contiguous; None where it was laid out in another way
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """x W^T + bias, of x or of its norm. x [T, in] -> [T, out]"""
+        ...
+
+    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(first half) * second half of the product of x's norm. x [T, in] -> [T, out / 2]
+
+        `ahead` is the weight that is needed next: a device may begin to fetch it.
+        """
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual [T, out] + the product of x [T, in] -> [T, out]; may overwrite `residual`"""
+        ...
 
 
 class Kernels(Protocol):
     """T tokens; activations and weights have the model's dtype, arithmetic is float32. Results are new tensors."""
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        """weight [out, in], which the matrix keeps; bias [out]"""
+        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [T, n], weight [n]"""
@@ -73,6 +119,9 @@ class Kernels(Protocol):
 
 class TorchKernels:
     """Plain PyTorch, on any device and in any dtype."""
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchMatrix:
+        return TorchMatrix(self, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -103,3 +152,25 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         gated: torch.Tensor = F.silu(gate).mul_(up)
         return gated
+
+
+class TorchMatrix:
+    """`Matrix` in PyTorch, around the norm and the gating of any kernels."""
+
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._kernels, self._bias = kernels, bias
+        self.weight: torch.Tensor | None = weight
+        self._weight = weight
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        if norm is not None:
+            x = self._kernels.rms_norm(x, norm.weight, norm.eps)
+        return F.linear(x, self._weight, self._bias)
+
+    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.silu_mul(self.product(x, norm))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self._bias is not None:
+            return residual + self.product(x)
+        return residual.addmm_(x, self._weight.t())  # the product is added where it is made

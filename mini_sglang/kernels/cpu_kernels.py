@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from mini_sglang.kernels.base import KVCells, Rotation, TorchKernels
+from mini_sglang.kernels.base import KVCells, Rotation, TorchKernels, TorchMatrix
 
 MAX_ROWS = 32  # beyond it PyTorch's threads win
 DTYPES = (torch.float32, torch.bfloat16)
@@ -35,6 +35,9 @@ class CpuKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         self._compiled = _kernels(np.float32 if dtype == torch.float32 else np.uint16)
         self._torch = TorchKernels()
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchMatrix:
+        return TorchMatrix(self, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = weight.shape[0]

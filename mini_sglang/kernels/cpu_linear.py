@@ -1,16 +1,49 @@
 """Matrix products on a CPU: weights laid out once, at load, for the instructions that will read them.
 
-`PrepackedMatrix` hands the weight to oneDNN in its own blocked layout; `Int4Matrix` keeps a GGUF file's 4-bit blocks
-packed, which reads a quarter of the bytes. Both compute y = x W^T + bias for x [rows, in] and W [out, in].
+`CpuMatrix` is what a layer sees. `PrepackedMatrix` hands the weight to oneDNN in its own blocked layout; `Int4Matrix`
+keeps a GGUF file's 4-bit blocks packed, which reads a quarter of the bytes. Both compute y = x W^T + bias for
+x [rows, in] and W [out, in].
 """
 
 from __future__ import annotations
 
 import torch
 
+from mini_sglang.kernels.base import Kernels, Norm
 from mini_sglang.weights.tensor import QuantizedBlocks
 
 _EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
+_MAX_PACKED_ROWS = 2  # beyond it the dense product is faster than unpacking 4-bit blocks for every row
+
+
+class CpuMatrix:
+    """`Matrix` of a weight [out, in], which may be freed afterwards; few rows read its 4-bit `blocks`, if given."""
+
+    def __init__(
+        self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None
+    ) -> None:
+        self.weight: torch.Tensor | None = None
+        self._kernels = kernels
+        self._dense = PrepackedMatrix(weight, bias)
+        self._int4 = Int4Matrix(blocks, bias) if blocks is not None and Int4Matrix.supports(blocks) else None
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        if norm is not None:
+            x = self._kernels.rms_norm(x, norm.weight, norm.eps)
+        return self._dense.multiply(x) if self._int4 is None or len(x) > _MAX_PACKED_ROWS else self._int4.multiply(x)
+
+    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.silu_mul(self.product(x, norm))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self._int4 is None or len(x) > _MAX_PACKED_ROWS:
+            return self._dense.multiply_add(x, residual)
+        return residual + self._int4.multiply(x)
+
+    @staticmethod
+    def available() -> bool:
+        """Whether this torch was built with oneDNN."""
+        return bool(torch.backends.mkldnn.is_available())
 
 
 class PrepackedMatrix:
@@ -29,11 +62,6 @@ class PrepackedMatrix:
         """x [rows, in], addend [rows, out] -> [rows, out]: the product plus `addend`, in one pass over the output."""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, addend, self._packed, self._bias, "add")
         return y
-
-    @staticmethod
-    def available() -> bool:
-        """Whether this torch was built with oneDNN."""
-        return bool(torch.backends.mkldnn.is_available())
 
 
 class Int4Matrix:

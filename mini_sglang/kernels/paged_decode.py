@@ -1,4 +1,4 @@
-"""Paged decode attention: one query token per row against the keys and values of its pages.
+"""Paged decode attention: one query token per row, or a few, against the keys and values of its pages.
 
 Responsible for the Triton kernels, their workspace and the PyTorch twin. Knows tensors only: no request, no model, no
 backend. Grids depend on static maxima and lengths are read on the device, so every launch can lie in a CUDA graph.
@@ -12,6 +12,11 @@ finishes a row's last split merges the splits in their order ("split-KV", Dao et
     row 0  |split 0|split 1|split 2|last|        items: 0.0 0.1 0.2 1.0 | 0.3 1.1 2.0, times KV heads
     row 1  |split 0|last|
     row 2  |last|
+
+With `max_splits` 1 rows are not cut, and the kernel computes prompts too: an item holds up to 16 // group consecutive
+tokens of a row (tile row i is token i // group, head i % group), each of which sees one position more. A tile that lies
+behind a token's own position leaves its sums as they are, so a token has the same bits whichever item it is part of,
+decoded alone or as a piece of any chunk.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -26,7 +31,9 @@ import torch
 import triton
 import triton.language as tl
 
-_FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length, unused
+from mini_sglang.kernels.overlap import ahead_of, await_inputs, fetch_ahead, overlapped
+
+_FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,10 @@ class PagedDecode:
         self._page_size = page_size
         self._window = window or 0
         splits = tuning.max_splits
+        self.tile_tokens = 16 * num_kv_heads // num_heads if splits == 1 else 1
         self._items = torch.zeros(max_rows * splits, _FIELDS, dtype=torch.int32, device=device)
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        self._planned = self._items, self._num_items
         # splits of a row that are done, per KV head; whoever finishes the last one puts it back to 0
         self._arrived = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
         self._partial = torch.empty(max_rows, splits, num_heads, head_dim, dtype=torch.float32, device=device)
@@ -132,35 +141,75 @@ class PagedDecode:
             FIELDS=_FIELDS,
             num_warps=4,
         )
+        self._planned = self._items, self._num_items
+
+    def plan_tiles(self, starts: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor, tiles: torch.Tensor) -> None:
+        """List the work of a step whose rows may compute several tokens each; rows are not cut into splits.
+
+        starts, counts, tokens [rows] int32: the position of a row's first token, its number of tokens, and where in q
+        and out they begin; tiles [n] int64: row * 2^20 + first token of the tile, one for every `tile_tokens` tokens of
+        a row. Those that see the most positions should come first; tiles of rows without tokens compute nothing.
+        """
+        if self._tuning.max_splits != 1:
+            raise ValueError(f"tiles need max_splits 1, got {self._tuning.max_splits}")
+        items = torch.empty(len(tiles), _FIELDS, dtype=torch.int32, device=tiles.device)
+        num_items = torch.empty(1, dtype=torch.int32, device=tiles.device)
+        _plan_tiles_kernel[(triton.cdiv(len(tiles), 128),)](
+            starts,
+            counts,
+            tokens,
+            tiles,
+            items,
+            num_items,
+            len(tiles),
+            TOKENS=self.tile_tokens,
+            BLOCK=self._tuning.block_tokens,
+            WINDOW=self._window,
+            FIELDS=_FIELDS,
+            num_warps=4,
+        )
+        self._planned = items, num_items
 
     def run(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        page_table: torch.Tensor,
+        out: torch.Tensor,
+        ahead: torch.Tensor | None = None,
     ) -> None:
         """Attend as planned; tokens of no planned row keep what `out` holds.
 
         q [T, heads, head_dim], only its first dimension may be strided; keys, values [num_cells, kv_heads, head_dim];
-        page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype.
+        page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype; ahead [N, K]
+        contiguous: the weight that is needed next.
         """
         check_operands(q, keys, values, out)
         group = self._num_heads // self._num_kv_heads
+        items, num_items = self._planned
+        fetched = ahead_of(ahead, q.shape[0], self._programs)
         _decode_kernel[(self._programs,)](
             q,
             keys,
             values,
             page_table,
-            self._items,
-            self._num_items,
+            items,
+            num_items,
             self._arrived,
             self._partial,
             self._partial_lse,
             out,
+            fetched.weight,
+            fetched.n,
             q.stride(0),
             page_table.stride(0),
-            self._items.shape[0] - 1,
+            items.shape[0] - 1,
             softmax_scale_log2(self._head_dim),
             KV_HEADS=self._num_kv_heads,
             GROUP=group,
             GROUP_PAD=triton.next_power_of_2(group),
+            TOKENS=self.tile_tokens,
             HEAD_DIM=self._head_dim,
             DIM_PAD=triton.next_power_of_2(self._head_dim),
             PAGE_SIZE=self._page_size,
@@ -170,6 +219,8 @@ class PagedDecode:
             STAGES=self._tuning.num_stages,
             FIELDS=_FIELDS,
             num_warps=self._tuning.num_warps,
+            **fetched.constants,
+            **overlapped(q.device),
         )
 
 
@@ -271,6 +322,43 @@ def _plan_kernel(
     tl.store(num_items, tl.sum(other_splits), mask=row == 0)
 
 
+@triton.jit(do_not_specialize=["starts", "counts", "tokens", "tiles", "num_tiles"])
+def _plan_tiles_kernel(
+    starts,
+    counts,
+    tokens,
+    tiles,
+    items,
+    num_items,
+    num_tiles,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """128 tiles per program become items of one split."""
+    place = tl.program_id(0) * 128 + tl.arange(0, 128)
+    there = place < num_tiles
+    tile = tl.load(tiles + place, mask=there, other=0)
+    row = (tile >> 20).to(tl.int32)
+    first = (tile & ((1 << 20) - 1)).to(tl.int32)
+    start = tl.load(starts + row, mask=there, other=0)
+    count = tl.load(counts + row, mask=there, other=0)
+    length = start + first + 1
+    begin = length * 0
+    if WINDOW > 0:
+        begin = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
+    at = items + place * FIELDS
+    tl.store(at, row, mask=there)
+    tl.store(at + 1, tl.load(tokens + row, mask=there, other=0) + first, mask=there)
+    tl.store(at + 2, begin, mask=there)
+    tl.store(at + 3, tl.minimum(start + count, length + TOKENS - 1), mask=there)
+    tl.store(at + 4, 0, mask=there)
+    tl.store(at + 5, 1, mask=there)
+    tl.store(at + 6, length, mask=there)
+    tl.store(num_items, num_tiles, mask=tl.program_id(0) == 0)
+
+
 @triton.jit
 def _read_item(items, item, FIELDS: tl.constexpr):
     """row, token, begin, end, split, splits, length"""
@@ -286,7 +374,7 @@ def _read_item(items, item, FIELDS: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_item", "ahead_n"])
 def _decode_kernel(
     q,
     keys,
@@ -298,6 +386,8 @@ def _decode_kernel(
     partial,
     partial_lse,
     out,
+    ahead,
+    ahead_n,
     q_stride,
     table_stride,
     last_item,
@@ -305,6 +395,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -313,22 +404,38 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
+    AHEAD_K_BYTES: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+    AHEAD_LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A program takes every num_programs-th item; neighbouring programs read the KV heads of the same tokens."""
     heads = tl.arange(0, 16)  # query heads of the group, padded
     dims = tl.arange(0, DIM_PAD)
     q_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    in_q = heads * HEAD_DIM  # where the tile's rows lie in q and in out, from its first token and head on
+    in_out = heads * HEAD_DIM
+    if TOKENS > 1:
+        token_of_row = heads // GROUP
+        in_q = token_of_row * q_stride + heads % GROUP * HEAD_DIM
+        in_out = token_of_row * (KV_HEADS * GROUP * HEAD_DIM) + heads % GROUP * HEAD_DIM
     first_work = tl.program_id(0)
     total = tl.load(num_items) * KV_HEADS
     # items are read one ahead, the first together with their number, so that no item starts with a chain of loads
     row, token, begin, end, split, splits, length = _read_item(
         items, tl.minimum(first_work // KV_HEADS, last_item), FIELDS
     )
+    await_inputs(OVERLAP)  # the list was written when the step began
     for work in range(first_work, total, tl.num_programs(0)):
         kv_head = work % KV_HEADS
         token_place = token.to(tl.int64)
-        head_offsets = (kv_head * GROUP + heads) * HEAD_DIM
-        q_tile = tl.load(q + token_place * q_stride + head_offsets[:, None] + dims[None, :], mask=q_mask, other=0.0)
+        lengths = length
+        if TOKENS > 1:
+            lengths = tl.minimum(length + token_of_row, end)  # spare rows copy the last token's
+            q_mask = (length + token_of_row <= end)[:, None] & (dims < HEAD_DIM)[None, :]
+        first_head = kv_head * (GROUP * HEAD_DIM)
+        q_places = token_place * q_stride + first_head + in_q[:, None] + dims[None, :]
+        q_tile = tl.load(q + q_places, mask=q_mask, other=0.0)
         acc, total_weight, highest = _attend(
             q_tile,
             keys + kv_head * HEAD_DIM,
@@ -336,8 +443,9 @@ def _decode_kernel(
             page_table + row.to(tl.int64) * table_stride,
             begin,
             end,
-            length,
+            lengths,
             scale_log2,
+            TOKENS,
             KV_HEADS,
             HEAD_DIM,
             DIM_PAD,
@@ -352,7 +460,7 @@ def _decode_kernel(
         )
         acc = acc / total_weight[:, None]
         if splits == 1:
-            places = token_place * (KV_HEADS * GROUP * HEAD_DIM) + head_offsets[:, None] + dims[None, :]
+            places = token_place * (KV_HEADS * GROUP * HEAD_DIM) + first_head + in_out[:, None] + dims[None, :]
             tl.store(out + places, acc.to(out.dtype.element_ty), mask=q_mask)
         else:
             first_slot = row.to(tl.int64) * (MAX_SPLITS * KV_HEADS * GROUP) + kv_head * GROUP
@@ -377,6 +485,9 @@ def _decode_kernel(
                 )
         row, token, begin, end = next_row, next_token, next_begin, next_end
         split, splits, length = next_split, next_splits, next_length
+    if AHEAD_LINES > 0:
+        # out of work, while the others finish theirs
+        fetch_ahead(ahead, first_work, ahead_n, AHEAD_K_BYTES, AHEAD_ROWS, AHEAD_LINES)
 
 
 @triton.jit
@@ -387,8 +498,9 @@ def _attend(
     pages,
     begin,
     end,
-    length,
+    lengths,
     scale_log2,
+    TOKENS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -397,7 +509,11 @@ def _attend(
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Online softmax over positions [begin, end) -> (sum of weighted values, sum of weights, highest score)"""
+    """Online softmax over positions [begin, end) -> (sum of weighted values, sum of weights, highest score)
+
+    `lengths`: positions that the row's query sees, or with several TOKENS each tile row's. A tile of positions that a
+    tile row sees nothing of leaves it as it is: the highest score stays, its decay is 1, and what is added is 0.
+    """
     dims = tl.arange(0, DIM_PAD)
     highest = tl.full([16], float("-inf"), tl.float32)
     total_weight = tl.zeros([16], tl.float32)
@@ -417,12 +533,21 @@ def _attend(
         k = tl.load(keys + places, mask=mask, other=0.0)
         v = tl.load(values + places, mask=mask, other=0.0)
         scores = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee") * scale_log2
-        if WINDOW > 0:
-            seen = seen & (positions >= length - WINDOW)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        if TOKENS > 1:
+            visible = positions[None, :] < lengths[:, None]
+            if WINDOW > 0:
+                visible = visible & (positions[None, :] >= lengths[:, None] - WINDOW)
+        else:
+            if WINDOW > 0:
+                seen = seen & (positions >= lengths - WINDOW)
+            visible = seen[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        decay = tl.exp2(highest - new_highest)
+        base = new_highest
+        if TOKENS > 1 and WINDOW > 0:  # before its window a tile row has seen nothing yet, and -inf - -inf is NaN
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
         total_weight = total_weight * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(q_tile.dtype), v.to(q_tile.dtype), acc * decay[:, None], input_precision="ieee")
         highest = new_highest

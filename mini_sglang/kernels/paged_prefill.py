@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mini_sglang.kernels.overlap import await_inputs, overlapped
 from mini_sglang.kernels.paged_decode import check_heads, check_operands, pages_of, softmax_scale_log2
 
 
@@ -35,8 +36,14 @@ class PrefillTuning:
     num_stages: int = 3
 
 
-def prefill_tuning(head_dim: int, page_size: int, dtype: torch.dtype, device: torch.device) -> PrefillTuning:
-    """The fastest tiles that fit the device's shared memory (measured on an H100 in bfloat16)."""
+def prefill_tuning(
+    head_dim: int, page_size: int, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> PrefillTuning:
+    """The fastest tiles that fit the device's shared memory (measured on an H100 in bfloat16).
+
+    `dtype` is that of queries; keys and values of another `kv_dtype` also need room for a tile of each in it.
+    """
+    kv_dtype = kv_dtype or dtype
     limit = 2**20  # no limit in the interpreter
     if device.type == "cuda":
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -53,8 +60,9 @@ def prefill_tuning(head_dim: int, page_size: int, dtype: torch.dtype, device: to
     elif dim == 128 and page_size % 64:  # page ids looked up token by token pay for wider tiles
         candidates.insert(0, wide)
     for tuning in candidates:
-        tile_rows = tuning.block_queries + 2 * tuning.num_stages * tuning.block_tokens
-        if tile_rows * dim * dtype.itemsize <= limit:
+        rows = tuning.block_queries + (2 * tuning.block_tokens if kv_dtype != dtype else 0)
+        kv_rows = 2 * tuning.num_stages * tuning.block_tokens
+        if (rows * dtype.itemsize + kv_rows * kv_dtype.itemsize) * dim <= limit:
             return tuning
     raise ValueError(f"head_dim {head_dim} in {dtype} needs more shared memory than {device}'s {limit} bytes")
 
@@ -119,6 +127,7 @@ def paged_prefill(
         WINDOW=window or 0,
         STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
+        **overlapped(q.device),
     )
 
 
@@ -175,6 +184,7 @@ def _prefill_kernel(
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program computes one tile of queries for one KV head."""
     TOKENS: tl.constexpr = BLOCK_QUERIES // GROUP
@@ -191,6 +201,7 @@ def _prefill_kernel(
     places = (tl.load(tokens + row) + token).to(tl.int64)
     head_offsets = (kv_head * GROUP + queries % GROUP) * HEAD_DIM
     mask = there[:, None] & (dims < HEAD_DIM)[None, :]
+    await_inputs(OVERLAP)  # what was read so far was written when the step began
     q_tile = tl.load(q + (places * q_stride + head_offsets)[:, None] + dims[None, :], mask=mask, other=0.0)
 
     limits = start + tl.minimum(token, count - 1)  # the last position each query sees; spare rows copy a real one

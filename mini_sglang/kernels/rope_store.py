@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from mini_sglang.kernels.base import as_stored
+from mini_sglang.kernels.overlap import await_inputs, overlapped
+
 _HEADS = 4  # heads per program: few, so that a step of one token still fills several multiprocessors
 
 
@@ -34,7 +37,8 @@ def rope_store(
 
     qkv [T, (heads + 2 * kv_heads) * head_dim] contiguous: q, k, v; positions [T] int32 or int64; cells [T] likewise:
     page id * page_size + offset; cos, sin [context, head_dim / 2] of any float dtype; keys, values [num_cells,
-    kv_heads, head_dim] contiguous, of the pool's dtype; q_norm, k_norm [head_dim]. Computed in float32, rounded once.
+    kv_heads, head_dim] contiguous, of the pool's dtype (float8_e4m3fn saturates at ±448); q_norm, k_norm [head_dim].
+    Computed in float32, rounded once.
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -64,6 +68,7 @@ def rope_store(
         BLOCK_HEADS=_HEADS,
         NORM=q_norm is not None,
         num_warps=2,
+        **overlapped(qkv.device),
     )
     return q
 
@@ -93,9 +98,17 @@ def rope_store_reference(
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1)
 
-    keys[cells.long()] = rotate(k, k_norm).to(keys.dtype)
-    values[cells.long()] = v.to(values.dtype)
+    keys[cells.long()] = as_stored(rotate(k, k_norm), keys.dtype)
+    values[cells.long()] = as_stored(v, values.dtype)
     return rotate(q, q_norm).to(qkv.dtype)
+
+
+@triton.jit
+def _as_stored(x, pool):
+    """x in the dtype that `pool` points to; e4m3 saturates at its largest number"""
+    if pool.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(pool.dtype.element_ty)
 
 
 @triton.jit
@@ -117,6 +130,7 @@ def _rope_store_kernel(
     HALF_PAD: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of one token, as two tiles: the first and the second halves of the heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -128,20 +142,22 @@ def _rope_store_kernel(
     is_v = (heads >= NUM_HEADS + KV_HEADS)[:, None] & (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
     source = (token * (NUM_HEADS + 2 * KV_HEADS) + heads)[:, None] * (2 * HALF) + dims[None, :]
     there = fits & (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
-    raw_a = tl.load(qkv + source, mask=there, other=0.0)
-    raw_b = tl.load(qkv + source + HALF, mask=there, other=0.0)
     position = tl.load(positions + token).to(tl.int64)
     cell = tl.load(cells + token).to(tl.int64)
     cosines = tl.load(cos + position * HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     sines = tl.load(sin + position * HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    a = raw_a.to(tl.float32)
-    b = raw_b.to(tl.float32)
     if NORM:
-        inverse_rms = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
         q_a = tl.load(q_norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         q_b = tl.load(q_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_a = tl.load(k_norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_b = tl.load(k_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    await_inputs(OVERLAP)  # positions and cells were written when the step began
+    raw_a = tl.load(qkv + source, mask=there, other=0.0)
+    raw_b = tl.load(qkv + source + HALF, mask=there, other=0.0)
+    a = raw_a.to(tl.float32)
+    b = raw_b.to(tl.float32)
+    if NORM:
+        inverse_rms = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
         a = a * inverse_rms * tl.where(is_q, q_a, k_a)
         b = b * inverse_rms * tl.where(is_q, q_b, k_b)
     rotated_a = a * cosines - b * sines
@@ -150,8 +166,8 @@ def _rope_store_kernel(
     tl.store(q + to_q, rotated_a.to(q.dtype.element_ty), mask=is_q & fits)
     tl.store(q + to_q + HALF, rotated_b.to(q.dtype.element_ty), mask=is_q & fits)
     to_k = (cell * KV_HEADS + heads - NUM_HEADS)[:, None] * (2 * HALF) + dims[None, :]
-    tl.store(keys + to_k, rotated_a.to(keys.dtype.element_ty), mask=is_k & fits)
-    tl.store(keys + to_k + HALF, rotated_b.to(keys.dtype.element_ty), mask=is_k & fits)
+    tl.store(keys + to_k, _as_stored(rotated_a, keys), mask=is_k & fits)
+    tl.store(keys + to_k + HALF, _as_stored(rotated_b, keys), mask=is_k & fits)
     to_v = to_k - KV_HEADS * (2 * HALF)
-    tl.store(values + to_v, raw_a.to(values.dtype.element_ty), mask=is_v & fits)
-    tl.store(values + to_v + HALF, raw_b.to(values.dtype.element_ty), mask=is_v & fits)
+    tl.store(values + to_v, _as_stored(raw_a, values), mask=is_v & fits)
+    tl.store(values + to_v + HALF, _as_stored(raw_b, values), mask=is_v & fits)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from mini_sglang.kernels import fused_norm, silu_mul
-from mini_sglang.kernels.base import KVCells, Rotation
+from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation
+from mini_sglang.kernels.gemv import MAX_ROWS, gemv
+from mini_sglang.kernels.matmul import matmul
+from mini_sglang.kernels.rms_norm import rms_norm
 from mini_sglang.kernels.rope_store import rope_store
+from mini_sglang.kernels.silu_mul import silu_mul
 
 
 class TritonKernels:
-    """Every operation is one launch and can lie in a CUDA graph."""
+    """Every operation can lie in a CUDA graph. With `deterministic` a row's bits depend on no other row."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        if self._deterministic:
+            return InvariantMatrix(weight, bias)
+        return TritonMatrix(weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return fused_norm.rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     def rope_store(
         self,
@@ -38,4 +50,54 @@ class TritonKernels:
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul.silu_mul(gate_up)
+        return silu_mul(gate_up)
+
+
+class TritonMatrix:
+    """`Matrix` on a GPU: a few rows go through one fused kernel that reads weights at full speed, more to cuBLAS."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight: torch.Tensor | None = weight
+        self._weight, self._bias = weight, bias
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        if _is_few(x):
+            return gemv(x, self._weight, bias=self._bias, norm=norm)
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, ahead=self._weight)
+        return F.linear(x, self._weight, self._bias)
+
+    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        if _is_few(x):
+            return gemv(x, self._weight, bias=self._bias, norm=norm, gated=True)
+        return silu_mul(self.product(x, norm), ahead=ahead)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if _is_few(x):
+            return gemv(x, self._weight, bias=self._bias, residual=residual)
+        if self._bias is not None:
+            return residual + self.product(x)
+        return residual.addmm_(x, self._weight.t())  # the product is added where it is made
+
+
+class InvariantMatrix:
+    """`Matrix` on a GPU whose products add in one order, however many rows there are."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight: torch.Tensor | None = weight
+        self._weight, self._bias = weight, bias
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, ahead=self._weight)
+        return matmul(x, self._weight, self._bias)
+
+    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        return silu_mul(self.product(x, norm), ahead=ahead)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return matmul(x, self._weight, self._bias, residual=residual)
+
+
+def _is_few(x: torch.Tensor) -> bool:
+    return 0 < len(x) <= MAX_ROWS

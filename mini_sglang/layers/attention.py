@@ -31,14 +31,16 @@ class Attention:
         self._k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
 
     def __call__(
-        self, residual: torch.Tensor, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan
+        self, x: torch.Tensor, norm: RMSNorm, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """residual and x (its normalised form) [tokens, hidden] -> residual + attention(x)"""
+        """x [tokens, hidden] -> x + attention(norm(x)), of all tokens or of `rows` [S] int64 alone"""
         q_norm = None if self._q_norm is None else self._q_norm.weight
         k_norm = None if self._k_norm is None else self._k_norm.weight
-        q = self._kernels.rope_store(self._qkv(x), rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
-        attended = plan.attend(q, self._layer)
-        return self._out.add_to(residual, attended.reshape(x.shape[0], -1))
+        q = self._kernels.rope_store(self._qkv(x, norm), rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
+        attended = plan.attend(q, self._layer, ahead=self._out.weight).flatten(1)
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        return self._out.add_to(x, attended)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._qkv.weight_slots(prefix) | self._out.weight_slots(prefix)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 
-from mini_sglang.kernels.cpu_linear import Int4Matrix, PrepackedMatrix
+from mini_sglang.kernels.base import Matrix
+from mini_sglang.kernels.cpu_linear import CpuMatrix
+from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightSlot
-
-_MAX_PACKED_ROWS = 2  # beyond it the dense product is faster than unpacking 4-bit blocks for every row
 
 
 class Linear:
@@ -26,31 +25,38 @@ class Linear:
         self.out_features = sum(parts.values())
         self._parts = dict(parts)
         self._placement = placement
-        self._weight: torch.Tensor | None = None  # [out, in]; on a CPU only until it is laid out
+        self._weight: torch.Tensor | None = None  # [out, in]; here only until it is laid out
         self._bias: torch.Tensor | None = None
         if bias:
             self._bias = torch.empty(self.out_features, dtype=placement.dtype, device=placement.device)
         self._blocks: dict[str, QuantizedBlocks] = {}
         self._missing = set(parts) | ({f"{name}.bias" for name in parts} if bias else set())
-        self._prepacked: PrepackedMatrix | None = None
-        self._int4: Int4Matrix | None = None
+        self._laid_out: Matrix | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] -> [rows, out]"""
-        if self._int4 is not None and x.shape[0] <= _MAX_PACKED_ROWS:
-            return self._int4.multiply(x)
-        if self._prepacked is not None:
-            return self._prepacked.multiply(x)
-        assert self._weight is not None
-        return F.linear(x, self._weight, self._bias)
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """The product of x [rows, in], or of its norm -> [rows, out]"""
+        return self._matrix.product(x, None if norm is None else norm.parameters)
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """[out, in] as a device reads it, for who may begin to fetch it; None where it was laid out in another way"""
+        return self._matrix.weight
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm, ahead: torch.Tensor | None) -> torch.Tensor:
+        """silu(first half) * second half of the product of x's norm. x [rows, in] -> [rows, out / 2]
+
+        `ahead` is the weight that is needed next: a device may begin to fetch it.
+        """
+        return self._matrix.gated(x, norm.parameters, ahead)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [rows, out] + the product of x [rows, in] -> [rows, out]; may overwrite `residual`"""
-        if self._prepacked is not None and (self._int4 is None or x.shape[0] > _MAX_PACKED_ROWS):
-            return self._prepacked.multiply_add(x, residual)
-        if self._weight is not None and self._bias is None and self._weight.is_cuda:
-            return residual.addmm_(x, self._weight.t())  # the product is added where it is made
-        return residual + self(x)
+        return self._matrix.add_to(residual, x)
+
+    @property
+    def _matrix(self) -> Matrix:
+        assert self._laid_out is not None, f"weights that never arrived: {sorted(self._missing)}"
+        return self._laid_out
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors that fill this layer; `prefix` is the path of the module that holds the parts."""
@@ -93,13 +99,12 @@ class Linear:
 
     def _lay_out(self) -> None:
         assert self._weight is not None
-        if self._placement.device.type != "cpu" or not PrepackedMatrix.available():
-            return
-        if len(self._blocks) == len(self._parts):
-            blocks = _stack([self._blocks[name] for name in self._parts])
-            if Int4Matrix.supports(blocks):
-                self._int4 = Int4Matrix(blocks, self._bias)
-        self._prepacked = PrepackedMatrix(self._weight, self._bias)
+        if self._placement.device.type == "cpu" and CpuMatrix.available():
+            blocks = [self._blocks[name] for name in self._parts if name in self._blocks]
+            stacked = _stack(blocks) if len(blocks) == len(self._parts) else None
+            self._laid_out = CpuMatrix(self._placement.kernels, self._weight, self._bias, stacked)
+        else:
+            self._laid_out = self._placement.kernels.matrix(self._weight, self._bias)
         self._weight = None
         self._blocks.clear()
 

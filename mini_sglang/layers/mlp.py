@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mini_sglang.layers.linear import Linear
+from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.weights.tensor import WeightSlot
@@ -14,15 +15,14 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up stacked into one product."""
 
     def __init__(self, config: ModelConfig, placement: Placement, layer: int) -> None:
-        self._kernels = placement.kernels
         size = config.intermediate_size
         parts = {"gate_proj": size, "up_proj": size}
         self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias)
         self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias)
 
-    def __call__(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual and x (its normalised form) [tokens, hidden] -> residual + mlp(x)"""
-        return self._down.add_to(residual, self._kernels.silu_mul(self._gate_up(x)))
+    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x [tokens, hidden] -> x + mlp(norm(x))"""
+        return self._down.add_to(x, self._gate_up.gated(x, norm, ahead=self._down.weight))
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         return self._gate_up.weight_slots(prefix) | self._down.weight_slots(prefix)

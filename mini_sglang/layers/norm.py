@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from mini_sglang.kernels.base import Norm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
 class RMSNorm:
-    """y = x / rms(x) * weight over the last dimension, computed in float32."""
+    """y = x / rms(x) * weight over the last dimension, computed in float32, by the product that reads y."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         self.weight = torch.empty(size, dtype=placement.dtype, device=placement.device)
-        self._kernels = placement.kernels
         self.eps = eps
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] -> the same shape and dtype"""
-        return self._kernels.rms_norm(x, self.weight, self.eps)
+    @property
+    def parameters(self) -> Norm:
+        return Norm(self.weight, self.eps)
 
     def weight_slot(self) -> WeightSlot:
         def load(tensor: CheckpointTensor) -> None:

@@ -21,14 +21,14 @@ from mini_sglang.weights.tensor import WeightSlot
 
 class AttentionPart(Protocol):
     def __call__(
-        self, residual: torch.Tensor, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan
+        self, x: torch.Tensor, norm: RMSNorm, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
 
 class MLPPart(Protocol):
-    def __call__(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
@@ -61,9 +61,10 @@ class Transformer:
         """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`"""
         x = self._embedding(batch.input_ids)
         rotation = self._rotary.at(batch.positions)
-        for block in self._blocks:
+        for block in self._blocks[:-1]:
             x = block(x, rotation, batch.plan)
-        return self._head(self._norm(x if batch.logit_rows is None else x[batch.logit_rows]))
+        x = self._blocks[-1](x, rotation, batch.plan, batch.logit_rows)
+        return self._head(x, self._norm)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every checkpoint tensor the model needs, by its Hugging Face name."""
@@ -86,10 +87,12 @@ class Block:
         self._post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._mlp = mlp
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan) -> torch.Tensor:
-        """x [tokens, hidden] -> the same shape"""
-        x = self._attention(x, self._input_norm(x), rotation, plan)
-        return self._mlp(x, self._post_norm(x))
+    def __call__(
+        self, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [tokens, hidden] -> the same shape; with `rows` [S] int64 only these go on behind attention"""
+        x = self._attention(x, self._input_norm, rotation, plan, rows)
+        return self._mlp(x, self._post_norm)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         return {

@@ -40,11 +40,13 @@ def load_weights(
     _fill(plan, f"Loading {source.name}", show_progress)
 
 
-def load_dummy_weights(slots: Mapping[str, WeightSlot], *, seed: int, show_progress: bool = True) -> None:
-    """Fill every slot with random values that depend on (`seed`, tensor name) alone: normal with deviation 0.02,
-    around 1 for norm weights and 0 elsewhere.
+def load_dummy_weights(
+    slots: Mapping[str, WeightSlot], *, seed: int, device: torch.device, show_progress: bool = True
+) -> None:
+    """Fill every slot with random values drawn on `device`, which depend on the kind of device, `seed` and the tensor's
+    name alone: normal with deviation 0.02, around 1 for norm weights and 0 elsewhere.
     """
-    plan = [(DummyTensor(name, slot.shape, seed), slot) for name, slot in slots.items()]
+    plan = [(DummyTensor(name, slot.shape, seed, device), slot) for name, slot in slots.items()]
     _fill(plan, "Making random weights", show_progress)
 
 
@@ -58,17 +60,18 @@ def has_packed_blocks(source: ModelSource) -> bool:
 class DummyTensor:
     """A tensor of random values, made when it is asked for."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], seed: int) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> None:
         self.name = name
         self.shape = shape
         self._seed = seed
+        self._device = device
 
     def dense(self) -> torch.Tensor:
         """The values, float32, of `shape`."""
         digest = hashlib.sha256(f"{self._seed}:{self.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         mean = 1.0 if self.name.endswith("norm.weight") else 0.0
-        return torch.empty(self.shape).normal_(mean, _DUMMY_STD, generator=generator)
+        return torch.empty(self.shape, device=self._device).normal_(mean, _DUMMY_STD, generator=generator)
 
     def blocks(self) -> QuantizedBlocks | None:
         """None: random weights are dense."""

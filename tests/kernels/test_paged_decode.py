@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,10 @@ from mini_sglang.kernels.paged_decode import DecodeTuning, PagedDecode, decode_t
 
 MakePagedKV = Callable[..., Any]
 SMALL = DecodeTuning(max_splits=4, block_tokens=16, num_stages=2)
+WHOLE_ROWS = DecodeTuning(max_splits=1, block_tokens=16, num_stages=2)
 SPLIT = 32
 LENGTHS = [100, 1, 0, 33, 300, 16, 64]  # one row of more than SPLIT * max_splits, one that is skipped
+CHUNKS = [(0, 21), (50, 1), (16, 16), (3, 5), (40, 9)]  # (first position, tokens) of each row
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -55,6 +58,44 @@ def decode(
     tokens = int32(list(range(len(lengths))), q.device)
     attention.plan(int32(lengths, q.device), tokens, split_tokens=split_tokens)
     attention.run(q, kv.keys, kv.values, kv.page_table, out)
+    return out
+
+
+def decode_chunks(
+    q: torch.Tensor, kv: Any, chunks: list[tuple[int, int]], page_size: int, *, window: int | None = None
+) -> torch.Tensor:
+    """The rows' tokens follow each other in q."""
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
+    attention = PagedDecode(
+        max_rows=len(chunks),
+        num_heads=q.shape[1],
+        num_kv_heads=kv.keys.shape[1],
+        head_dim=q.shape[2],
+        page_size=page_size,
+        device=q.device,
+        tuning=WHOLE_ROWS,
+        window=window,
+    )
+    starts, counts = [start for start, _ in chunks], [count for _, count in chunks]
+    firsts = [0, *itertools.accumulate(counts)][:-1]
+    tiles = [
+        (row << 20) + first for row, count in enumerate(counts) for first in range(0, count, attention.tile_tokens)
+    ]
+    rows = int32([*starts, *counts, *firsts], q.device).view(3, -1)
+    attention.plan_tiles(rows[0], rows[1], rows[2], torch.tensor(tiles, device=q.device))
+    attention.run(q, kv.keys, kv.values, kv.page_table, out)
+    return out
+
+
+def expected_chunks(
+    q: torch.Tensor, kv: Any, chunks: list[tuple[int, int]], page_size: int, window: int | None = None
+) -> torch.Tensor:
+    """What `decode_chunks` should give, in float64: every token as a row of its own"""
+    rows = [(row, start + i + 1) for row, (start, count) in enumerate(chunks) for i in range(count)]
+    table = kv.page_table[[row for row, _ in rows]]
+    out = torch.full(q.shape, float("nan"), dtype=torch.float64, device=q.device)
+    lengths, tokens = int32([length for _, length in rows], q.device), int32(list(range(len(rows))), q.device)
+    paged_decode_reference(q, kv.keys, kv.values, table, lengths, tokens, out, page_size=page_size, window=window)
     return out
 
 
@@ -138,6 +179,85 @@ def test_a_row_alone_gives_the_bits_it_gives_in_a_batch(make_paged_kv: MakePaged
         assert torch.equal(alone[row].nan_to_num(), together[row].nan_to_num())
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size", "dtype"),
+    [
+        (2, 2, 64, 16, torch.float32),
+        (4, 2, 96, 1, torch.float16),
+        (6, 2, 64, 64, torch.float32),
+        (4, 1, 128, 16, torch.float16),
+        (5, 1, 64, 1, torch.float32),
+        (7, 1, 96, 16, torch.float32),
+        (8, 1, 256, 64, torch.float16),
+    ],
+)
+def test_chunks_equal_float64(
+    make_paged_kv: MakePagedKV,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> None:
+    lengths = [start + count for start, count in CHUNKS]
+    kv = make_paged_kv(lengths, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    q = random_queries(sum(count for _, count in CHUNKS), heads, head_dim, dtype, device)
+    assert_equal(decode_chunks(q, kv, CHUNKS, page_size), expected_chunks(q, kv, CHUNKS, page_size))
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_chunks_see_a_window(make_paged_kv: MakePagedKV, device: torch.device, window: int) -> None:
+    lengths = [start + count for start, count in CHUNKS]
+    kv = make_paged_kv(lengths, page_size=16, kv_heads=1, head_dim=64, dtype=torch.float32)
+    q = random_queries(sum(count for _, count in CHUNKS), 2, 64, torch.float32, device)
+    out = decode_chunks(q, kv, CHUNKS, 16, window=window)
+    assert_equal(out, expected_chunks(q, kv, CHUNKS, 16, window))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype", "window"),
+    [
+        (1, 1, 64, torch.float32, None),
+        (4, 2, 64, torch.float16, None),
+        (3, 1, 32, torch.float32, 20),
+        (8, 1, 128, torch.float16, 20),
+        (16, 1, 32, torch.float32, None),
+        pytest.param(16, 8, 128, torch.bfloat16, None, marks=[pytest.mark.gpu, needs_gpu]),
+        pytest.param(32, 8, 128, torch.bfloat16, 40, marks=[pytest.mark.gpu, needs_gpu]),
+        pytest.param(8, 8, 96, torch.bfloat16, None, marks=[pytest.mark.gpu, needs_gpu]),
+        pytest.param(16, 2, 256, torch.bfloat16, None, marks=[pytest.mark.gpu, needs_gpu]),
+    ],
+)
+def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
+    make_paged_kv: MakePagedKV,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+) -> None:
+    """A prompt whole, cut at random with another in the same step, and token by token as decodes."""
+    length, tries = (300, 10) if device.type == "cuda" else (38, 1)
+    kv = make_paged_kv([length, 9], page_size=16, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    q = random_queries(length + 9, heads, head_dim, dtype, device)
+    whole = decode_chunks(q[:length], kv, [(0, length)], 16, window=window)
+    for seed in range(tries):
+        rng = random.Random(seed)
+        cuts = [0, *sorted(rng.sample(range(1, length), 4)), length]
+        for start, end in itertools.pairwise(cuts):
+            beside = rng.randint(1, 9)
+            step = torch.cat((q[start:end], q[length : length + beside]))
+            out = decode_chunks(step, kv, [(start, end - start), (0, beside)], 16, window=window)
+            assert torch.equal(out[: end - start], whole[start:end])
+    for position in range(0, length, 1 if device.type == "cuda" else 3):
+        one = q[position : position + 1]
+        planned_on_device = decode(one, kv, [position + 1], 16, tuning=WHOLE_ROWS, window=window)
+        assert torch.equal(planned_on_device[0], whole[position])
+        assert torch.equal(decode_chunks(one, kv, [(position, 1)], 16, window=window)[0], whole[position])
+
+
 def test_runs_follow_each_other_on_one_plan(make_paged_kv: MakePagedKV, device: torch.device) -> None:
     """As the layers of a step do: the workspace is as it was when a run ends."""
     lengths = [100, 40]
@@ -178,6 +298,8 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
         workspace(2, 1, 64).plan(two, two, split_tokens=32)
     with pytest.raises(ValueError, match="split_tokens 40"):
         workspace(2, 1, 64).plan(one, one, split_tokens=40)
+    with pytest.raises(ValueError, match="max_splits 1, got 4"):
+        workspace(2, 1, 64).plan_tiles(one, one, one, one)
 
 
 @pytest.mark.gpu

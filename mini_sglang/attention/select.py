@@ -1,0 +1,109 @@
+"""Turns the setting `attention_backend` into backends over a pool, and says what each needs of machine and dtypes.
+
+A backend is imported where it is chosen: Numba is of no use to a GPU, nor Triton to a CPU, and FlashInfer and
+FlashAttention are optional. Knows no model and no request.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from mini_sglang.attention.base import AttentionBackend, AttentionMetadata, AttentionPlan
+from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.attention.reference import ReferenceBackend
+from mini_sglang.kernels.base import FP8
+
+GRAPH_BACKENDS = ("triton", "flash_attn")  # decode steps can lie in CUDA graphs: they read lengths on the device
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Over one pool: `decode` attends in steps of one token per row, `prefill` in steps that hold a chunk."""
+
+    prefill: AttentionBackend
+    decode: AttentionBackend
+
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
+        return (self.decode if max(metadata.counts) == 1 else self.prefill).plan(metadata)
+
+
+def make_backends(
+    names: str, pool: KVPool, *, num_heads: int, dtype: torch.dtype, max_rows: int, deterministic: bool = False
+) -> Backends:
+    """What a resolved `attention_backend`, NAME or PREFILL,DECODE, means over `pool`.
+
+    `dtype` is that of queries, `max_rows` the most rows of a step. ValueError where a backend cannot read the pool.
+    """
+    made = {name: _make(name, pool, num_heads, dtype, max_rows, deterministic) for name in names.split(",")}
+    prefill, decode = names.split(",")[0], names.split(",")[-1]
+    return Backends(made[prefill], made[decode])
+
+
+def _make(
+    name: str, pool: KVPool, num_heads: int, dtype: torch.dtype, max_rows: int, deterministic: bool
+) -> AttentionBackend:
+    if name == "cpu":
+        from mini_sglang.attention.cpu_backend import CpuBackend
+        from mini_sglang.kernels.cpu_kernels import CpuKernels
+
+        return CpuBackend(pool, dtype, CpuKernels(dtype))
+    if name == "triton":
+        from mini_sglang.attention.triton_backend import TritonBackend
+
+        return TritonBackend(pool, num_heads=num_heads, dtype=dtype, max_rows=max_rows, deterministic=deterministic)
+    if name == "flashinfer":
+        from mini_sglang.attention.flashinfer_backend import FlashInferBackend
+
+        return FlashInferBackend(pool, num_heads=num_heads, dtype=dtype)
+    if name == "flash_attn":
+        from mini_sglang.attention.flash_attn_backend import FlashAttnBackend
+
+        return FlashAttnBackend(pool)
+    return ReferenceBackend(pool, dtype)
+
+
+def resolve_backend(names: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """`names` with `auto` replaced. ValueError, naming the setting, where this machine or a dtype does not fit."""
+    if names == "auto":
+        if device.type != "cpu":
+            names = "triton"
+        else:
+            names = "cpu" if dtype in (torch.float32, torch.bfloat16) and kv_dtype == dtype else "reference"
+    for name in names.split(","):
+        if name == "cpu":
+            _check_cpu(device, dtype, kv_dtype)
+        elif name != "reference":
+            _check_gpu(name, device, dtype, kv_dtype)
+    return names
+
+
+def _check_cpu(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"attention_backend=cpu needs a CPU and float32 or bfloat16, got {device} and {dtype}")
+    if kv_dtype == FP8:
+        raise ValueError("attention_backend=cpu reads no kv_cache_dtype=fp8; leave it at auto, or choose reference")
+
+
+def _check_gpu(name: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    if device.type == "cpu":
+        raise ValueError(f"attention_backend={name} needs a GPU, got a CPU; leave it at auto")
+    packages, install = _PACKAGES.get(name, ((), ""))
+    if packages and not any(map(importlib.util.find_spec, packages)):
+        raise ValueError(
+            f"attention_backend={name} needs the package {packages[-1]}, which is not installed: {install}"
+        )
+    if packages and dtype == torch.float32:
+        raise ValueError(f"attention_backend={name} needs dtype bfloat16 or float16, got float32")
+    if kv_dtype == FP8 and name == "flash_attn":
+        raise ValueError("attention_backend=flash_attn reads no kv_cache_dtype=fp8; choose triton or flashinfer")
+    if kv_dtype == FP8 and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(f"kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, got {device}")
+
+
+_PACKAGES = {  # that one of these can be imported, and how to install the last
+    "flashinfer": (("flashinfer",), "pip install flashinfer-python"),
+    "flash_attn": (("flash_attn_interface", "flash_attn"), "pip install flash-attn --no-build-isolation"),
+}

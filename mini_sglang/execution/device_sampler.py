@@ -1,0 +1,78 @@
+"""How each running request is sampled, kept on a GPU by slot, and the draw by it, in a decode step's graph or outside.
+
+It draws the tokens that `sampler.py` defines, for all rows but those with a logit bias or a list of allowed tokens.
+Needs Triton, so it is imported only where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.execution.sampler import is_biased, is_penalised
+from mini_sglang.kernels.sampling import PROMPT, SlotState, sample_slots
+from mini_sglang.request import SamplingParams
+from mini_sglang.scheduling.batch import NewRow
+
+_MAX_COUNT = 2**15 - 1
+_PLAIN_GREEDY = SamplingParams(temperature=0)
+
+
+class DeviceSampler:
+    """Sampling state of the slots of `table`, into which it writes the tokens it draws.
+
+    The largest part are the counts that penalties need: 2 bytes * slots * vocab_size.
+    """
+
+    def __init__(self, table: RequestTable, vocab_size: int) -> None:
+        self._table = table
+        self._vocab_size = vocab_size
+        slots, device = table.num_computed.shape[0], table.num_computed.device
+        greedy = torch.tensor(_settings(_PLAIN_GREEDY, vocab_size), dtype=torch.float64, device=device)
+        self._state = SlotState(
+            settings=greedy.repeat(slots, 1),
+            seeds=torch.zeros(slots, dtype=torch.int64, device=device),
+            counts=torch.zeros(slots, vocab_size, dtype=torch.int16, device=device),
+            tokens=table.tokens,
+            num_computed=table.num_computed,
+            idle_slot=table.idle_slot,
+        )
+
+    def take(self, new_rows: Sequence[NewRow]) -> None:
+        """Take in the requests that came into a slot."""
+        if not new_rows:
+            return
+        slots = self._table.send([new.slot for new in new_rows])
+        # a biased row is drawn by the host: here it is anything cheap
+        drawn = [_PLAIN_GREEDY if is_biased(new.params) else new.params for new in new_rows]
+        settings = [_settings(params, self._vocab_size) for params in drawn]
+        self._state.settings[slots] = self._table.send(settings, torch.float64)
+        self._state.seeds[slots] = self._table.send([new.seed for new in new_rows])
+        for new, params in zip(new_rows, drawn, strict=True):
+            if is_penalised(params):
+                self._count(new)
+
+    def _count(self, new: NewRow) -> None:
+        prompt, output = self._table.send(new.token_ids).tensor_split([new.num_prompt_tokens])
+        counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=output.device)
+        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32)).clamp_(max=_MAX_COUNT)
+        counts[prompt] += PROMPT  # once, however often a token is named
+        self._state.counts[new.slot] = counts.to(torch.int16)
+
+    def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Draw one token per row, append it in the table and count it.
+
+        logits [R, vocab], left unchanged; slots [R] int64; positions [R] int32, of the tokens to be drawn -> [R] int64
+        """
+        return sample_slots(logits, slots, positions, self._state)
+
+
+def _settings(params: SamplingParams, vocab_size: int) -> list[float]:
+    """As `SlotState.settings` has them."""
+    filters: list[float] = [0, 1, 0]
+    if params.temperature > 0:
+        filters = [params.top_k if 0 < params.top_k < vocab_size else 0, params.top_p, params.min_p]
+    penalties = [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+    return [params.temperature, *filters, *penalties]

@@ -1,0 +1,128 @@
+"""Steps that compute prompts as CUDA graphs: one per number of tokens, whatever rows these tokens belong to.
+
+Launching every kernel of such a step costs the host more than a small model's kernels take. What a step consists of is
+sent as one list of integers; all that follows from it is computed inside the graph. Spare tokens belong to the idle
+slot, which writes where nobody reads. Knows tensors and rows, no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from mini_sglang.attention.base import AttentionBackend, AttentionPlan
+from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
+from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows
+from mini_sglang.models.forward_batch import ForwardBatch
+from mini_sglang.scheduling.batch import Row
+
+_SPARE = 64  # tokens that no step is too small to compute in vain
+_FINE_UP_TO = 2048  # tokens: beyond, a step keeps the device busy for longer than the host needs to launch it
+
+
+@runtime_checkable
+class PromptBackend(AttentionBackend, Protocol):
+    """An attention backend that can plan any step inside a CUDA graph."""
+
+    def plan_prompts(
+        self,
+        page_table: torch.Tensor,
+        cells: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+        tiles: torch.Tensor,
+    ) -> AttentionPlan: ...
+
+    def max_prompt_tiles(self, rows: int, tokens: int) -> int: ...
+
+    def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]: ...
+
+
+class PromptInputs(NamedTuple):
+    """One step inside its graph: the forward pass, and where what it samples goes. R rows sample at most."""
+
+    forward: ForwardBatch
+    slots: torch.Tensor  # [R] int64: of the rows that sample, then the idle slot
+    positions: torch.Tensor  # [R] int32: of the tokens they sample
+
+
+class PromptGraphs:
+    """Graphs of `step` for up to `max_rows` rows and the largest of `sizes` (ascending) tokens, in `pool`'s memory."""
+
+    def __init__(
+        self,
+        step: Callable[[PromptInputs], GraphStep],
+        table: RequestTable,
+        backend: PromptBackend,
+        max_rows: int,
+        sizes: list[int],
+        pool: Any,
+    ) -> None:
+        self._table, self._backend, self._max_rows = table, backend, max_rows
+        tiles = backend.max_prompt_tiles(max_rows, sizes[-1])
+        self._order = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
+        self._graphs = StepGraphs(
+            lambda size: step(self._inputs(size)), sizes, "prompt", pool, prepare=lambda size: self._send([], size)
+        )
+
+    def fits(self, rows: list[Row]) -> bool:
+        """Whether there is a graph for such a step that computes few spare tokens."""
+        tokens = sum(row.count for row in rows)
+        if len(rows) > self._max_rows or tokens > self._graphs.sizes[-1]:
+            return False
+        return self._graphs.size_for(tokens) - tokens <= max(_SPARE, min(tokens, _FINE_UP_TO) // 4)
+
+    def replay(self, rows: list[Row]) -> GraphStep:
+        """Run one step that `fits`; the entries of its result are those of the rows that sample."""
+        size = self._graphs.size_for(sum(row.count for row in rows))
+        self._send(rows, size)
+        return self._graphs.replay(size, sum(row.samples for row in rows))
+
+    def _send(self, rows: list[Row], size: int) -> None:
+        """Write the order of a step: per row slot, start and count, per sampling row slot, position and last token."""
+        idle, spare = self._table.idle_slot, self._max_rows - len(rows)
+        starts, counts = [row.start for row in rows], [row.count for row in rows]
+        sampling = [row for row in rows if row.samples]
+        order = [row.slot for row in rows] + [idle] * (spare + 1)
+        order += starts + [0] * (spare + 1)
+        order += counts + [0] * spare + [size - sum(counts)]
+        spare = self._max_rows - len(sampling)
+        order += [row.slot for row in sampling] + [idle] * spare
+        order += [row.start + row.count for row in sampling] + [0] * spare
+        order += last_tokens_of_sampling_rows(rows) + [0] * spare
+        tiles = self._backend.max_prompt_tiles(self._max_rows, size)
+        order += self._backend.prompt_tiles(starts, counts, tiles, idle_row=self._max_rows)
+        self._order[: len(order)].copy_(torch.tensor(order, pin_memory=True), non_blocking=True)
+
+    def _inputs(self, size: int) -> PromptInputs:
+        """The tensors of a step of `size` tokens, from the order on the device."""
+        table, rows = self._table, self._max_rows
+        per_row, per_sample = self._order[: 3 * (rows + 1)], self._order[3 * (rows + 1) : 6 * rows + 3]
+        slots, starts, counts = per_row.view(3, rows + 1)
+        sampling_slots, sampling_positions, logit_rows = per_sample.view(3, rows)
+        ends = counts.cumsum(0)
+        row_of_token = torch.repeat_interleave(counts, output_size=size)
+        slot_of_token = slots[row_of_token]
+        positions = torch.arange(size, device=slots.device) + (starts - ends + counts)[row_of_token]
+        positions = torch.where(slot_of_token == table.idle_slot, 0, positions)
+        pages = table.page_table[slot_of_token, positions // table.page_size]
+        table.num_computed[slots] = torch.where(slots == table.idle_slot, 0, starts + counts)
+        plan = self._backend.plan_prompts(
+            table.page_table[slots],
+            pages * table.page_size + positions % table.page_size,
+            starts,
+            counts,
+            self._order[6 * rows + 3 :][: self._backend.max_prompt_tiles(rows, size)],
+        )
+        input_ids = table.tokens[slot_of_token, positions]
+        return PromptInputs(
+            ForwardBatch(input_ids, positions, logit_rows, plan), sampling_slots, sampling_positions.int()
+        )
+
+
+def prompt_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens, each at most a quarter above the one before, up to 2,048; and `max_tokens`, a full step."""
+    sizes = [step * eighth for step in (64, 128, 256) for eighth in (range(1, 9) if step == 64 else range(5, 9))]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]  # up to _FINE_UP_TO

@@ -1,0 +1,184 @@
+"""Products of a weight matrix with one or two rows, limited by how fast the weights can be read.
+
+A step of one stream reads every weight once and does next to nothing with it. So one launch here does all that lies
+between two products too: the norm before it, the gating or the residual behind it; and it fetches its first weights
+while the kernel before it still runs (`overlap.py`). Beside the kernel stands its PyTorch twin.
+
+A program computes BLOCK_N outputs (twice as many with gating), walking along K with the next tile on its way.
+"""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from mini_sglang.kernels.base import Norm
+from mini_sglang.kernels.overlap import await_inputs, overlapped
+
+MAX_ROWS = 2  # for more the tensor cores are worth their launches
+
+
+@dataclass(frozen=True)
+class GemvTuning:
+    """How the matrix is cut: outputs and inputs per tile, and warps per program."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+
+
+def gemv_tuning(n: int, k: int, gated: bool) -> GemvTuning:
+    """The fastest cut, measured on an H100 in bfloat16."""
+    block_k = min(triton.next_power_of_2(k), 4096)
+    if k <= 1024:  # the head of 151,936 outputs runs equally fast
+        return GemvTuning(block_n=4, block_k=block_k) if gated else GemvTuning(block_n=8, block_k=block_k)
+    if gated:
+        return GemvTuning(block_n=2, block_k=block_k, num_warps=8)
+    if k % 4096 == 0 and n > 4096:
+        return GemvTuning(block_n=2, block_k=block_k)
+    return GemvTuning(block_n=4, block_k=1024 if k > 3072 else block_k)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    tuning: GemvTuning | None = None,
+) -> torch.Tensor:
+    """x W^T, with what is given of: RMSNorm of x before, bias, gating, residual behind. All sums are float32.
+
+    x [rows, K], rows contiguous, at most MAX_ROWS; weight [N, K] contiguous; bias [N]; norm: of x, K wide; with `gated`
+    the result is silu(first half) * second half of the N outputs; residual [rows, N] is added in place and returned.
+    -> [rows, N], or [rows, N / 2] with `gated`, in x's dtype
+    """
+    rows, k = x.shape
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    if rows > MAX_ROWS:
+        raise ValueError(f"gemv takes at most {MAX_ROWS} rows, got {rows}")
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("the rows of x and the whole weight must be contiguous")
+    if residual is not None and not residual.is_contiguous():
+        raise ValueError("the residual must be contiguous")
+    tuning = tuning or gemv_tuning(n, k, gated)
+    out = residual if residual is not None else torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    _gemv_kernel[(triton.cdiv(n, tuning.block_n),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        weight if norm is None else norm.weight,
+        out,
+        x.stride(0),
+        rows,
+        0.0 if norm is None else norm.eps,
+        N=n,
+        K=k,
+        ROWS=triton.next_power_of_2(rows),
+        BLOCK_N=tuning.block_n,
+        BLOCK_K=tuning.block_k,
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        GATED=gated,
+        RESIDUAL=residual is not None,
+        num_warps=tuning.num_warps,
+        **overlapped(x.device),
+    )
+    return out
+
+
+def gemv_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The twin of `gemv`, in float64; leaves `residual` as it is."""
+    values = x.double()
+    if norm is not None:
+        values = F.rms_norm(values, (x.shape[1],), norm.weight.double(), norm.eps)
+    out = F.linear(values, weight.double(), None if bias is None else bias.double())
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return (out if residual is None else out + residual.double()).to(x.dtype)
+
+
+@triton.jit
+def _gemv_kernel(
+    x,
+    weight,
+    bias,
+    norm,
+    out,
+    x_stride,
+    rows,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK_K)
+    first = weight + outputs.to(tl.int64)[:, None] * K + at[None, :]
+    second = first + N * K  # of the up half, with GATED
+    there = (outputs < N)[:, None]
+    tile = tl.load(first, mask=there & (at < K)[None, :], other=0.0)
+    tile_up = tl.load(second, mask=there & (at < K)[None, :], other=0.0) if GATED else tile
+    await_inputs(OVERLAP)
+    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        inside = k + at < K
+        # x is loaded in the layout of the tile, whose inner dimension is K
+        values = tl.load(
+            x + (row * x_stride)[:, None] + (k + at)[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        if NORM:
+            squares += tl.sum(values * values, 1)
+            values *= tl.load(norm + k + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        ahead = k + BLOCK_K
+        mask = there & (ahead + at < K)[None, :]
+        next_tile = tl.load(first + ahead, mask=mask, other=0.0)
+        acc += tl.sum(values[:, None, :] * tile.to(tl.float32)[None, :, :], 2)
+        tile = next_tile
+        if GATED:
+            next_up = tl.load(second + ahead, mask=mask, other=0.0)
+            acc_up += tl.sum(values[:, None, :] * tile_up.to(tl.float32)[None, :, :], 2)
+            tile_up = next_up
+    if NORM:
+        inverse_rms = tl.rsqrt(squares / K + eps)[:, None]
+        acc *= inverse_rms
+        acc_up *= inverse_rms
+    if BIAS:
+        acc += tl.load(bias + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            acc_up += tl.load(bias + N + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    places = out + (row * N)[:, None] + outputs[None, :]
+    mask = (row < rows)[:, None] & (outputs < N)[None, :]
+    if RESIDUAL:
+        acc += tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(places, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,163 @@
+"""Batch-invariant matrix products: a row of y = x W^T has the same bits alone and in any batch, at any place in it.
+
+Libraries pick their kernel, and with it the order of additions, by the number of rows. Here every element has one
+accumulator that walks K upwards in blocks of one size: tiles differ in shape, never in the order of additions, and K is
+never split. Tiles have 64 rows or more, so that all of them use the same matrix instruction (wgmma on Hopper). Knows
+tensors only.
+"""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mini_sglang.kernels.overlap import await_inputs, overlapped
+
+_PROGRAMS = 128  # what a step should at least be cut into: about one program for each multiprocessor of an H100
+_ROW_TILES = 8  # whose programs follow each other, so that they find the weights' columns in the L2 cache
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """What one program computes, and how. No field changes a bit of the result."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int  # depth of the pipeline that loads x and the weights ahead
+
+
+# deep pipelines where weights must arrive at the memory's rate, two programs per multiprocessor where they fit
+MATMUL_TILES = (
+    MatmulTile(64, 16, num_warps=4, num_stages=8),
+    MatmulTile(64, 32, num_warps=4, num_stages=8),
+    MatmulTile(64, 64, num_warps=4, num_stages=6),
+    MatmulTile(128, 32, num_warps=8, num_stages=8),
+    MatmulTile(128, 64, num_warps=8, num_stages=4),
+    MatmulTile(128, 128, num_warps=8, num_stages=3),
+    MatmulTile(128, 256, num_warps=8, num_stages=4),
+)
+_WITHOUT_TENSOR_CORES = MatmulTile(64, 32, num_warps=4, num_stages=2)
+
+
+def matmul_tile(rows: int, columns: int, dtype: torch.dtype) -> MatmulTile:
+    """The widest tile that still gives every multiprocessor work; prompts' tiles only where two rounds are full."""
+    if dtype.itemsize > 2:
+        return _WITHOUT_TENSOR_CORES
+    height = 64 if rows <= 64 else 128
+    widest = 64 if rows <= 128 else 128 if rows <= 256 else 256
+    fitting = [tile for tile in MATMUL_TILES if tile.rows == height and tile.columns <= widest]
+    for tile in reversed(fitting):
+        programs = triton.cdiv(rows, height) * triton.cdiv(columns, tile.columns)
+        if programs >= (2 * _PROGRAMS if tile.columns == 256 else _PROGRAMS):
+            return tile
+    return fitting[0]
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    tile: MatmulTile | None = None,
+) -> torch.Tensor:
+    """x [rows, K], rows contiguous, times weight [N, K] contiguous, plus bias [N] and residual -> [rows, N]
+
+    Summed in float32 and rounded once. All have one dtype. `residual` [rows, N] contiguous is overwritten and returned.
+    Raises ValueError for layouts that the memory engine cannot read.
+    """
+    rows, depth, columns = x.shape[0], x.shape[1], weight.shape[0]
+    _check(x, weight, residual)
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if residual is None else residual
+    if rows == 0:
+        return out
+    tile = tile or matmul_tile(rows, columns, x.dtype)
+    block_depth = 64 if x.dtype.itemsize <= 2 else 32
+    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+        TensorDescriptor.from_tensor(x, [tile.rows, block_depth]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, block_depth]),
+        bias,
+        residual,
+        out,
+        rows,
+        columns,
+        depth,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_COLUMNS=tile.columns,
+        BLOCK_DEPTH=block_depth,
+        ROW_TILES=_ROW_TILES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **overlapped(x.device),
+    )
+    return out
+
+
+def matmul_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The twin of `matmul`, in float64; it leaves `residual` as it is."""
+    product = x.double() @ weight.double().t()
+    for addend in (bias, residual):
+        if addend is not None:
+            product += addend.double()
+    return product.to(x.dtype)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    if weight.shape[1] != x.shape[1] or x.shape[1] % 16:
+        raise ValueError(
+            f"x {list(x.shape)} and weight {list(weight.shape)} must share their last size, a multiple of 16"
+        )
+    if x.stride(1) != 1 or x.stride(0) * x.dtype.itemsize % 16 or not weight.is_contiguous():
+        raise ValueError(f"the rows of x must be contiguous and 16 bytes aligned, weight contiguous; x {x.stride()}")
+    if residual is not None and not residual.is_contiguous():
+        raise ValueError("residual must be contiguous")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matmul_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    columns,
+    depth,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """x and weight are tensor descriptors: what lies outside reads as 0, which adds nothing."""
+    band_programs = ROW_TILES * tl.cdiv(columns, BLOCK_COLUMNS)
+    first_tile = tl.program_id(0) // band_programs * ROW_TILES
+    height = tl.minimum(tl.cdiv(rows, BLOCK_ROWS) - first_tile, ROW_TILES)
+    place = tl.program_id(0) % band_programs
+    first_row = (first_tile + place % height) * BLOCK_ROWS
+    first_column = place // height * BLOCK_COLUMNS
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    await_inputs(OVERLAP)
+    for start in range(0, depth, BLOCK_DEPTH):
+        acc = tl.dot(
+            x.load([first_row, start]), tl.trans(weight.load([first_column, start])), acc, input_precision="ieee"
+        )
+    at_row = first_row + tl.arange(0, BLOCK_ROWS)
+    at_column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    there = (at_row < rows)[:, None] & (at_column < columns)[None, :]
+    places = at_row.to(tl.int64)[:, None] * columns + at_column[None, :]
+    if bias is not None:
+        acc += tl.load(bias + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        acc += tl.load(residual + places, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=there)

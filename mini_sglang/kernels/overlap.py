@@ -1,0 +1,91 @@
+"""Two ways to keep the memory busy between kernels: start early, and fetch ahead.
+
+Kernels may start while the one before them still runs (programmatic dependent launch, NVIDIA Hopper and later).
+
+A kernel launched with `overlapped(device)` may begin before its predecessor on the stream has ended. Until it has
+called `await_inputs` it may read only what no kernel in flight writes: weights, or what was written at least two
+kernels ago. So it can fetch its weights while the predecessor's last programs drain, and launch latency disappears.
+Each kernel lets its successor start only after its own wait, so at most two are in flight, and waiting for one means
+that all before it have ended.
+
+And a small kernel, which leaves the memory idle, can have the first weights of the product behind it brought into the
+L2 cache: `fetch_ahead`. Nobody waits for them, so they also arrive while the next kernel is being launched.
+"""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def overlapped(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments of such a launch; the kernel takes OVERLAP and hands it to `await_inputs`."""
+    return _OVERLAPPED if device.type == "cuda" and _capability(device.index or 0) >= 9 else _IN_ORDER
+
+
+@triton.jit
+def await_inputs(OVERLAP: tl.constexpr):
+    """Wait until every earlier kernel has ended and its writes are seen; then let the next kernel start."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_ahead(weight, part, n, K_BYTES: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr):
+    """Bring the first LINES cache lines of ROWS rows of a weight [n, K] into the L2 cache, from row `part` * ROWS on."""
+    row = part * ROWS + tl.arange(0, ROWS)
+    places = tl.minimum(row, n - 1).to(tl.int64)[:, None] * K_BYTES + tl.arange(0, LINES)[None, :] * 128
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight.to(tl.int64) + places],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+class Ahead(NamedTuple):
+    """What a kernel fetches ahead: nothing where `programs` is 0."""
+
+    weight: torch.Tensor | None
+    n: int
+    programs: int  # that fetch, each a part of the rows
+    constants: dict[str, int]  # AHEAD_K_BYTES, AHEAD_ROWS and AHEAD_LINES, which is 0 for nothing
+
+
+def ahead_of(weight: torch.Tensor | None, rows: int, programs: int | None = None) -> Ahead:
+    """The first columns of `weight` [n, K], which `rows` rows are multiplied with next, over at most `programs`.
+
+    Large products are limited by arithmetic, so nothing is fetched for them; rows of a weight begin at a cache line.
+    """
+    if weight is None or rows > _MAX_ROWS_AHEAD or weight.device.type != "cuda":
+        return _NOTHING
+    n, k_bytes = weight.shape[0], weight.shape[1] * weight.itemsize
+    lines = min(_AHEAD_BYTES // (128 * n), k_bytes // 128)
+    if not lines:
+        return _NOTHING
+    part = triton.next_power_of_2(triton.cdiv(n, programs)) if programs else 128
+    constants = {"AHEAD_K_BYTES": k_bytes, "AHEAD_ROWS": part, "AHEAD_LINES": 1 << (lines.bit_length() - 1)}
+    return Ahead(weight, n, triton.cdiv(n, part), constants)
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+_AHEAD_BYTES = 4 << 20  # about what the memory delivers during a small kernel and a launch; measured on an H100
+_MAX_ROWS_AHEAD = 512
+_NOTHING = Ahead(None, 0, 0, {"AHEAD_K_BYTES": 0, "AHEAD_ROWS": 0, "AHEAD_LINES": 0})
+_OVERLAPPED = {"OVERLAP": True, "launch_pdl": True}
+_IN_ORDER = {"OVERLAP": False}

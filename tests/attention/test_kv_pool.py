@@ -1,0 +1,47 @@
+"""The pool moves whole pages, and stores keys and values in its own dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mini_sglang.attention.kv_pool import KVPool
+
+FP8 = torch.float8_e4m3fn
+
+
+def make_pool(dtype: torch.dtype, *, num_pages: int = 3, head_dim: int = 1) -> KVPool:
+    return KVPool(
+        num_layers=1,
+        num_pages=num_pages,
+        page_size=2,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_page_copies_read_every_source_before_writing(dtype: torch.dtype) -> None:
+    """A page may be the source of one copy and the destination of another in the same step."""
+    pool = make_pool(dtype)
+    pool.layers[0].copy_(torch.arange(3.0).view(1, 3, 1, 1, 1))
+    pool.copy_pages([(0, 1), (1, 2)])
+    assert pool.layers[0][0, :, 0, 0, 0].tolist() == [0, 0, 1]
+
+
+def test_float8_rounds_to_nearest_and_saturates() -> None:
+    pool = make_pool(FP8, head_dim=8)
+    k = torch.tensor([[[0.1, -1.0, 17.0, 448.0, 449.0, -1e6, float("inf"), 2e-3]]], dtype=torch.bfloat16)
+    pool.cells(0, torch.tensor([3])).store(k, -k)
+    wanted = [0.1015625, -1.0, 16.0, 448.0, 448.0, -448.0, 448.0, 2**-9]
+    assert pool.key_cells[0][3, 0].tolist() == wanted
+    assert pool.value_cells[0][3, 0].tolist() == [-number for number in wanted]
+    assert pool.gather(0, torch.tensor([1]))[0, 1, 0].tolist() == wanted
+
+
+def test_a_page_of_float8_takes_half_of_bfloat16() -> None:
+    sizes = {"num_layers": 3, "page_size": 16, "num_kv_heads": 2, "head_dim": 64}
+    assert KVPool.bytes_per_page(dtype=FP8, **sizes) == 2 * 3 * 16 * 2 * 64
+    assert KVPool.bytes_per_page(dtype=torch.bfloat16, **sizes) == 2 * 2 * 3 * 16 * 2 * 64

@@ -1,0 +1,107 @@
+"""A step computed from what the device knows alone samples what a step planned by the host samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.attention.select import make_backends
+from mini_sglang.execution.device_sampler import DeviceSampler
+from mini_sglang.execution.model_runner import ModelRunner
+from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.kernels.base import TorchKernels
+from mini_sglang.layers.placement import Placement
+from mini_sglang.models.registry import build_model
+from mini_sglang.request import SamplingParams
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.load import load_weights
+from mini_sglang.weights.model_config import load_model_config
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SLOTS, PAGES_PER_SLOT, PAGE_SIZE = 6, 3, 16
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12], [13, 14, 14], [15, 16]]
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(top_k=20, top_p=0.9),
+    SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, min_p=0.01),
+    SamplingParams(logit_bias={3: 4.0}, presence_penalty=2.0),
+    SamplingParams(temperature=0.8, logprobs=2),
+]
+
+
+@pytest.fixture(scope="module")
+def make_runner(write_checkpoint: Any) -> Any:
+    """`make_runner(backend, device_sampler=)` → a runner of a tiny model."""
+    source = resolve_model(str(write_checkpoint("qwen3").path))
+    config = load_model_config(source)
+    model = build_model(config, Placement(DEVICE, torch.float32, TorchKernels(), packed=False))
+    load_weights(source, config, model.weight_slots(), show_progress=False)
+
+    def make(backend: str, *, device_sampler: bool) -> ModelRunner:
+        num_pages = SLOTS * PAGES_PER_SLOT
+        pool = KVPool(
+            num_layers=config.num_layers,
+            num_pages=num_pages + 1,
+            page_size=PAGE_SIZE,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+            device=DEVICE,
+        )
+        backends = make_backends(backend, pool, num_heads=config.num_heads, dtype=torch.float32, max_rows=SLOTS)
+        table = RequestTable(SLOTS, PAGES_PER_SLOT * PAGE_SIZE, PAGE_SIZE, DEVICE, idle_page=num_pages)
+        sampler = DeviceSampler(table, config.vocab_size) if device_sampler else None
+        return ModelRunner(model, pool, backends, table, sampler)
+
+    return make
+
+
+def prompts() -> ScheduledBatch:
+    """All prompts at once, the request of index i in slot 5 - i."""
+    slots = [5 - index for index in range(len(PROMPTS))]
+    return ScheduledBatch(
+        step=1,
+        rows=[Row(slot, 0, len(prompt), True) for slot, prompt in zip(slots, PROMPTS, strict=True)],
+        new_rows=[
+            NewRow(slot, prompt, len(prompt), params, seed=7 * slot)
+            for slot, prompt, params in zip(slots, PROMPTS, PARAMS, strict=True)
+        ],
+        new_pages=[
+            NewPages(slot, 0, list(range(slot * PAGES_PER_SLOT, (slot + 1) * PAGES_PER_SLOT))) for slot in slots
+        ],
+        page_copies=[],
+    )
+
+
+def decodes(step: int) -> ScheduledBatch:
+    """The `step`-th token after the prompts of every request."""
+    rows = [Row(5 - index, len(prompt) + step, 1, True) for index, prompt in enumerate(PROMPTS)]
+    return ScheduledBatch(step + 2, rows, [], [], [])
+
+
+def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runner: Any) -> None:
+    host = make_runner("reference", device_sampler=False)
+    device = make_runner("reference", device_sampler=True)
+    for batch in (prompts(), *(decodes(step) for step in range(6))):
+        want, got = host.run(batch), device.run(batch)
+        assert got.token_ids.tolist() == want.token_ids.tolist(), f"step {batch.step}"
+        assert [row is None for row in got.logprobs] == [True, True, True, True, False]
+        assert got.logprobs[4].token_ids == want.logprobs[4].token_ids
+        assert got.logprobs[4].logprobs == pytest.approx(want.logprobs[4].logprobs, abs=1e-5)
+
+
+def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: Any) -> None:
+    host = make_runner("reference", device_sampler=False)
+    device = make_runner("triton", device_sampler=True)
+    unbiased = [0, 1, 2, 4]
+    host.run(prompts())
+    device.run(prompts())
+    slots = torch.tensor([5 - index for index in unbiased] + [SLOTS, SLOTS], device=DEVICE)  # filled up
+    with torch.inference_mode():
+        for step in range(5):
+            want = host.run(decodes(step)).token_ids[unbiased].tolist()
+            assert device.decode(slots).token_ids[: len(unbiased)].tolist() == want, f"token {step}"

@@ -1,0 +1,56 @@
+"""What the GPU tests share: engines with graphs on and off, overlap on and off, and a tiny model with its answers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+# No tests of graph sizes: five graphs are captured sooner than thirty-five.
+SMALL = {"device": "cuda", "max_running_requests": 16}
+MODES: dict[str, dict[str, Any]] = {
+    "graphs, overlap": {"run_ahead": 1},
+    "graphs": {"run_ahead": 0},
+    "overlap": {"run_ahead": 1, "cuda_graph_max_bs": 0},
+    "neither": {"run_ahead": 0, "cuda_graph_max_bs": 0},
+}
+
+
+@pytest.fixture(scope="session")
+def on_gpu(running: Any) -> Any:
+    """`with on_gpu(model, **settings) as engine`: `running`, on a GPU, of up to 16 requests."""
+
+    def start(model: Any, **settings: Any) -> Any:
+        return running(model, **{**SMALL, **settings})
+
+    return start
+
+
+@pytest.fixture(params=list(MODES))
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return MODES[request.param]
+
+
+@pytest.fixture(scope="session")
+def modes() -> dict[str, dict[str, Any]]:
+    """All of them, by name; the first is what a GPU gets by default."""
+    return MODES
+
+
+@pytest.fixture(scope="session")
+def tiny_model(write_checkpoint: Any) -> Any:
+    """A checkpoint whose heads are as long as those of real models."""
+    return write_checkpoint("qwen3", head_dim=64, num_attention_heads=8, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_model: Any, greedy: Any) -> Any:
+    """`expected(prompt, num_tokens)`: transformers' answer by `tiny_model`, on the CPU, each prompt computed once."""
+
+    @functools.cache
+    def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+        ids: list[int] = greedy(tiny_model.model, list(prompt), num_tokens)
+        return ids
+
+    return lambda prompt, num_tokens: answer(tuple(prompt), num_tokens)

@@ -1,0 +1,89 @@
+"""The contract on a GPU: float32 greedy output equals transformers on the CPU token for token.
+
+However the work is cut up, with graphs on and off, overlap on and off: so these are identical among themselves too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("write_checkpoint", {"family": "llama"}),
+    "qwen2": ("write_checkpoint", {"family": "qwen2"}),
+    "qwen3": ("write_checkpoint", {"family": "qwen3"}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, llama3 rope, tied": (
+        "write_checkpoint",
+        {"family": "llama", "rope": "llama3", "tie_word_embeddings": True},
+    ),
+    "llama, yarn rope, biases, heads of 96": (
+        "write_checkpoint",
+        {"family": "llama", "rope": "yarn", "attention_bias": True, "mlp_bias": True, "head_dim": 96},
+    ),
+    "llama gguf Q4_1": ("write_gguf", {"family": "llama", "kind": "Q4_1"}),
+    "qwen3, one KV head of 128": (
+        "write_checkpoint",
+        {"family": "qwen3", "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
+    ),
+}
+CUTS: dict[str, dict[str, Any]] = {
+    "alone": {"max_running_requests": 1, "cache": "naive"},
+    "batch of 16, ragged arrivals": {"arrivals": 1},
+    "chunks of 7, pages of 3": {"arrivals": 3, "max_prefill_tokens": 7, "page_size": 3},
+    "a pool of 160 tokens": {"num_pages": 40, "page_size": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def answers(greedy: Any, ragged_prompts: Any) -> Any:
+    """`answers(checkpoint)` → the prompts and what transformers continues them with."""
+
+    def ask(checkpoint: Any) -> tuple[list[list[int]], list[list[int]]]:
+        prompts = ragged_prompts(16, 320)
+        return prompts, [greedy(checkpoint.model, prompt) for prompt in prompts]
+
+    return ask
+
+
+@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+def case(request: pytest.FixtureRequest, answers: Any) -> Any:
+    fixture, arguments = CHECKPOINTS[request.param]
+    checkpoint = request.getfixturevalue(fixture)(**arguments)
+    return checkpoint.path, *answers(checkpoint)
+
+
+def check_cuts(on_gpu: Any, generate: Any, case: Any, settings: dict[str, Any]) -> None:
+    """Every way of cutting up the work, everything twice: the second time all prompts are cached."""
+    path, prompts, expected = case
+    for name, cut in CUTS.items():
+        cut = dict(cut)
+        arrivals = cut.pop("arrivals", 1000)
+        with on_gpu(path, **{**settings, **cut}) as engine:
+            if "num_pages" in cut:  # an optimist admits more than the pool can hold
+                engine.scheduler.expected_output = 0.0
+            for turn in ("first", "second"):
+                got = generate(engine, prompts, arrivals=arrivals)
+                wrong = [index for index in range(len(prompts)) if got[index] != expected[index]]
+                assert not wrong, f"{name}, {turn} time: requests {wrong} differ from transformers"
+            if "num_pages" in cut:
+                assert engine.stats().num_preemptions > 0
+            elif cut.get("cache") != "naive":
+                assert engine.stats().num_cached_tokens >= sum(len(prompt) - 1 for prompt in prompts)
+
+
+def test_greedy_output_equals_transformers(on_gpu: Any, generate: Any, case: Any, mode: dict[str, Any]) -> None:
+    check_cuts(on_gpu, generate, case, mode)
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_other_shapes_equal_transformers(
+    request: pytest.FixtureRequest, on_gpu: Any, generate: Any, answers: Any, name: str
+) -> None:
+    fixture, arguments = OTHERS[name]
+    checkpoint = request.getfixturevalue(fixture)(**arguments)
+    check_cuts(on_gpu, generate, (checkpoint.path, *answers(checkpoint)), {})

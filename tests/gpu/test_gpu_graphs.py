@@ -1,0 +1,80 @@
+"""Graphs and overlap change the speed alone: captured sizes, batches between them, and bits in bfloat16."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mini_sglang.execution.cuda_graph import graph_sizes
+from mini_sglang.request import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    """Distinct prompts of 1 to 60 tokens."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 320) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+def test_every_batch_size_equals_no_graphs(tiny_model: Any, on_gpu: Any, generate: Any, expected: Any) -> None:
+    limit = 21
+    prompts = prompts_of(limit)
+    with (
+        on_gpu(tiny_model.path, max_running_requests=limit) as graphs,
+        on_gpu(tiny_model.path, max_running_requests=limit, cuda_graph_max_bs=0) as eager,
+    ):
+        for size in range(1, limit + 1):
+            got = generate(graphs, prompts[:size], num_tokens=6)
+            assert got == generate(eager, prompts[:size], num_tokens=6), f"batch of {size}"
+            assert got == [expected(prompt, 6) for prompt in prompts[:size]], f"batch of {size}"
+
+
+@pytest.mark.parametrize("largest_graph", [8, 16])
+def test_twelve_requests_between_two_captured_sizes(
+    tiny_model: Any, on_gpu: Any, run_requests: Any, expected: Any, mode: dict[str, Any], largest_graph: int
+) -> None:
+    """Answers of 3 to 25 tokens: the batch shrinks from twelve rows, padded to 16 or too many, through every size."""
+    assert {8, 16} <= set(graph_sizes(16))
+    assert not {9, 10, 11, 12, 13, 14, 15} & set(graph_sizes(16))
+    prompts = prompts_of(12, seed=1)
+    lengths = [3 + 2 * index for index in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+    with on_gpu(tiny_model.path, **{"cuda_graph_max_bs": largest_graph, **mode}) as engine:
+        for arrivals in (12, 1):
+            outputs = run_requests(engine, prompts, params, arrivals=arrivals)
+            got = [[output.token_ids[0] for output in of_prompt] for of_prompt in outputs]
+            assert got == [expected(p, length) for p, length in zip(prompts, lengths, strict=True)]
+            engine.check()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_bits_in_bfloat16_with_graphs_and_overlap_on_and_off(
+    tiny_model: Any, on_gpu: Any, run_requests: Any, modes: dict[str, dict[str, Any]], rows: int
+) -> None:
+    """Tokens and log-probabilities are the same bits in all four modes.
+
+    Fair, since all steps have the same rows in the same order and `rows` is a captured size, so that every matrix
+    product has the same shape with a graph and without. Between two captured sizes it has not: cuBLAS may then choose
+    another kernel, and only `deterministic` promises the bits.
+    """
+    prompts = prompts_of(rows, seed=rows)
+
+    def outputs(settings: dict[str, Any]) -> dict[str, Any]:
+        with on_gpu(tiny_model.path, dtype="bfloat16", cache="naive", **settings) as engine:
+            kinds = {
+                "greedy": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+                "seeded": SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True),
+                "log-probabilities": SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=20),
+            }
+            runs = {kind: run_requests(engine, prompts, [params] * rows) for kind, params in kinds.items()}
+        return {
+            kind: [[(o.token_ids, o.logprobs) for o in of_prompt] for of_prompt in run] for kind, run in runs.items()
+        }
+
+    default, *others = (outputs(settings) for settings in modes.values())
+    for other, name in zip(others, list(modes)[1:], strict=True):
+        for kind in default:
+            assert other[kind] == default[kind], f"{kind}: {name} differs from {next(iter(modes))}"

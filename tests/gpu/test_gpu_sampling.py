@@ -1,0 +1,85 @@
+"""The same seed gives the same text: graphs on or off, overlap on or off, alone or in any company."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mini_sglang.request import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 0},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 1.3},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "top_p": 0.95},
+    {"repetition_penalty": 1.2, "temperature": 0},
+    {"logit_bias": {5: 3.0, 6: -100.0}},
+    {"allowed_token_ids": [10, 20, 30, 40]},
+    {"logprobs": 3},
+    {"logprobs": 0, "top_k": 7, "frequency_penalty": 1.0},
+]
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.randint(1, 40))] for _ in KINDS]
+    params = [
+        SamplingParams(**{"max_tokens": 16 + index, "seed": 100 + index, "ignore_eos": True, **kind})
+        for index, kind in enumerate(KINDS)
+    ]
+    return prompts, params
+
+
+def tokens(outputs: list[list[Any]]) -> list[list[int]]:
+    return [[token for output in of_prompt for token in output.token_ids] for of_prompt in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Any, on_gpu: Any, run_requests: Any) -> list[list[int]]:
+    """What each request gets with the engine to itself, without graphs and overlap."""
+    prompts, params = requests()
+    with on_gpu(tiny_model.path, run_ahead=0, cuda_graph_max_bs=0) as engine:
+        return [tokens(run_requests(engine, [p], [how]))[0] for p, how in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.parametrize("arrivals", [1000, 2])
+def test_the_same_seed_gives_the_same_text(
+    tiny_model: Any, on_gpu: Any, run_requests: Any, alone: list[list[int]], mode: dict[str, Any], arrivals: int
+) -> None:
+    prompts, params = requests()
+    with on_gpu(tiny_model.path, **mode) as engine:
+        together = tokens(run_requests(engine, prompts, params, arrivals=arrivals))
+        for kind, got, want in zip(KINDS, together, alone, strict=True):
+            assert got == want, f"{kind} in company differs from alone"
+        order = list(range(len(KINDS)))
+        random.Random(arrivals).shuffle(order)
+        shuffled = tokens(run_requests(engine, [prompts[i] for i in order], [params[i] for i in order], arrivals=3))
+        assert shuffled == [alone[i] for i in order], "in another order"
+
+
+def test_every_row_alone_with_graphs(tiny_model: Any, on_gpu: Any, run_requests: Any, alone: list[list[int]]) -> None:
+    prompts, params = requests()
+    with on_gpu(tiny_model.path) as engine:
+        for index, kind in enumerate(KINDS):
+            assert tokens(run_requests(engine, [prompts[index]], [params[index]]))[0] == alone[index], kind
+
+
+def test_a_plain_row_keeps_its_graph_text_when_filtered_rows_join_and_leave(
+    tiny_model: Any, on_gpu: Any, run_requests: Any
+) -> None:
+    """A batch changes between the graph's own draw and the sampler's while a long plain request runs through it."""
+    plain = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    filtered = [SamplingParams(top_k=9, seed=index, max_tokens=4, ignore_eos=True) for index in range(8)]
+    prompt, others = [7, 8, 9], [[20 + index] * 5 for index in range(8)]
+    with on_gpu(tiny_model.path) as engine:
+        by_itself = tokens(run_requests(engine, [prompt], [plain]))[0]
+        assert tokens(run_requests(engine, [prompt, *others], [plain, *filtered], arrivals=1))[0] == by_itself

@@ -1,0 +1,28 @@
+"""The kernel looks up what its twin looks up, for any slots at any positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mini_sglang.kernels.decode_step import decode_inputs, decode_inputs_reference
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_the_same_inputs_as_the_twin(device: torch.device, page_size: int) -> None:
+    generator = torch.Generator().manual_seed(page_size)
+    slots_there, context = 5, 700
+    num_pages = -(-context // page_size)
+    num_computed = torch.tensor([0, 1, 15, 16, context - 1], device=device)
+    tokens = torch.randint(0, 1000, (slots_there, context + 1), generator=generator, dtype=torch.int32).to(device)
+    page_table = torch.randint(0, 10_000, (slots_there, num_pages), generator=generator).to(device)
+    slots = torch.tensor([3, 0, 4, 4, 1, 2], device=device)
+    got = decode_inputs(slots, num_computed, tokens, page_table, page_size)
+    want = decode_inputs_reference(slots, num_computed, tokens, page_table, page_size)
+    for name in ("input_ids", "positions", "lengths", "cells"):
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert mine.dtype == theirs.dtype
+        assert mine.tolist() == theirs.tolist(), name
+    for row, length in enumerate(want.lengths.tolist()):
+        pages = -(-length // page_size)
+        assert torch.equal(got.page_table[row, :pages], want.page_table[row, :pages])

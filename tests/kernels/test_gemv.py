@@ -1,0 +1,73 @@
+"""The few-row product equals its twin, alone and with the norm, gating, bias and residual in the same launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mini_sglang.kernels.base import Norm
+from mini_sglang.kernels.gemv import MAX_ROWS, GemvTuning, gemv, gemv_reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def operands(rows: int, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + n + k)
+    x = torch.randn(rows, k, generator=generator)
+    weight = torch.randn(n, k, generator=generator) / k**0.5
+    return x.to(device, dtype), weight.to(device, dtype)
+
+
+def check(x: torch.Tensor, weight: torch.Tensor, **extras: Any) -> None:
+    expected = gemv_reference(x, weight, **extras)
+    if extras.get("residual") is not None:
+        extras["residual"] = extras["residual"].clone()
+    actual = gemv(x, weight, tuning=GemvTuning(block_n=4, block_k=64), **extras)
+    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[x.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("n", "k"), [(8, 64), (30, 100), (5, 192)])
+def test_product_with_every_extra(device: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    x, weight = operands(rows, n, k, dtype, device)
+    bias, norm = weight[:, 0].contiguous(), Norm(weight[0].contiguous() + 1, 1e-6)
+    residual = x[:, :1].expand(rows, n).contiguous()
+    check(x, weight)
+    check(x, weight, bias=bias)
+    check(x, weight, norm=norm)
+    check(x, weight, residual=residual)
+    check(x, weight, norm=norm, bias=bias, residual=residual)
+    if n % 2 == 0:
+        check(x, weight, gated=True)
+        check(x, weight, norm=norm, bias=bias, gated=True)
+
+
+def test_the_residual_is_changed_in_place() -> None:
+    x, weight = operands(1, 8, 64, torch.float32, "cpu")
+    residual = torch.ones(1, 8)
+    assert gemv(x, weight, residual=residual) is residual
+    assert not torch.equal(residual, torch.ones(1, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (6144, 4096), (4096, 12288), (1024, 3072)])
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+def test_model_shapes_in_bfloat16(n: int, k: int, rows: int) -> None:
+    x, weight = operands(rows, n, k, torch.bfloat16, "cuda")
+    norm, residual = Norm(weight[0].contiguous() + 1, 1e-6), x[:, :1].expand(rows, n).contiguous()
+    for extras in ({"norm": norm, "gated": True}, {"residual": residual}, {}):
+        expected = gemv_reference(x, weight, **extras)  # type: ignore[arg-type]
+        if "residual" in extras:
+            extras["residual"] = residual.clone()
+        torch.testing.assert_close(gemv(x, weight, **extras), expected, rtol=2e-2, atol=2e-2)  # type: ignore[arg-type]
+
+
+def test_more_rows_are_refused() -> None:
+    x, weight = operands(MAX_ROWS + 1, 8, 64, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="at most 2 rows, got 3"):
+        gemv(x, weight)
