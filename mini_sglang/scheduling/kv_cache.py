@@ -36,7 +36,7 @@ class _Holding:
     """What the manager knows of one request beyond its page ids."""
 
     salt: bytes
-    tokens: array[int]  # every known token, prompt first
+    tokens: array[int]  # the known tokens, prompt first, as far as anybody has asked for them
     node: Node | None = None  # deepest node whose pages the request holds, locked; None: holds nothing
     num_pages: int = 0  # pages from the root to the end of `node`; the same pages as in the page table
     tail: Node | None = None  # the request's own page in the tree with fewer tokens than a page, locked
@@ -56,6 +56,7 @@ class KVCacheManager:
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
         self._changed: dict[Request, None] = {}  # requests with new_pages, in order
+        self._filled: dict[Request, None] = {}  # requests that may have computed a page since their last commit
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
 
@@ -87,11 +88,12 @@ class KVCacheManager:
         return self._holding(request).tokens
 
     def _holding(self, request: Request) -> _Holding:
+        """What is known of a request, its tokens up to date."""
         holding = self._holdings.get(request)
         if holding is None:
             salt = request.cache_salt.encode("utf-8", "surrogatepass")
             holding = self._holdings[request] = _Holding(salt, array("i", request.prompt_ids))
-            holding.tokens.extend(request.output_ids)
+        holding.tokens.extend(request.output_ids[len(holding.tokens) - len(request.prompt_ids) :])
         return holding
 
     # -- getting pages ------------------------------------------------------------------------------------------------
@@ -137,7 +139,10 @@ class KVCacheManager:
         return True
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had."""
+        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had.
+
+        Who begins a page has filled the one before: `publish_filled` will look at it.
+        """
         needed = self.pages_for(num_tokens) - len(request.page_ids)
         if needed <= 0:
             return True
@@ -146,6 +151,7 @@ class KVCacheManager:
         first, pages = len(request.page_ids), self._take(needed)
         request.page_ids += pages
         self._announce(request, self._holding(request), first, pages)
+        self._filled[request] = None
         return True
 
     def _take(self, count: int) -> list[int]:
@@ -179,12 +185,15 @@ class KVCacheManager:
 
     # -- sharing pages ------------------------------------------------------------------------------------------------
 
-    def append_token(self, request: Request, token_id: int, step: int) -> None:
-        """Note that the next token's value is known, and publish the page that it completes, if it does."""
-        holding = self._holdings[request]
-        holding.tokens.append(token_id)
-        if min(len(holding.tokens), request.num_computed_tokens) >= (holding.num_pages + 1) * self.page_size:
-            self.commit(request, step)
+    def publish_filled(self, step: int) -> None:
+        """Publish what decoding has filled since the last call; `step` is the last launched one.
+
+        Only a match can see the difference, so this waits until there is somebody to be matched.
+        """
+        for request in self._filled:
+            if not self.is_spoiled(request):
+                self.commit(request, step)
+        self._filled.clear()
 
     def commit(self, request: Request, step: int, *, tail: bool = False) -> None:
         """Publish the pages whose tokens are known and computed by launched steps; `step` is the last launched one.
@@ -192,7 +201,7 @@ class KVCacheManager:
         With `tail`, the started last page too. Where the cache has an equal page already, the request changes over to
         that one; its own stays held until `step` was read, since steps on their way use it.
         """
-        holding = self._holdings[request]
+        holding = self._holding(request)
         for index, page in self._publish(request, holding, tail):
             self._replaced.append((step, page))
             self._announce(request, holding, index, [request.page_ids[index]])
@@ -231,11 +240,12 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Take all pages back, leaving what they hold in the cache. No launched step may contain the request."""
-        holding = self._holdings[request]
+        holding = self._holding(request)
         if not self.is_spoiled(request):
             replaced = self._publish(request, holding, tail=True)
             self._allocator.release(page for _, page in replaced)
         self._changed.pop(request, None)
+        self._filled.pop(request, None)
         holding.new_pages.clear()
         if holding.tail is not None:
             self._tree.release_tail(holding.tail)
