@@ -84,7 +84,7 @@ class DecodeGroup:
         """Take in a request with one token to compute, from `step`, the next to be launched, on."""
         offset = self._offsets[request] = request.num_computed_tokens - step
         self._members = None
-        self.expect_page(request)
+        self.expect_pages([request])
         self._ending.add(_last_step(request, offset), request)
         for token_id in request.stop_ids:
             self._stop_ids[token_id] = self._stop_ids.get(token_id, 0) + 1
@@ -113,15 +113,16 @@ class DecodeGroup:
 
     # -- the calendars ------------------------------------------------------------------------------------------------
 
-    def expect_page(self, request: Request) -> None:
-        """Note in which step a member will begin a page that it does not have yet."""
-        self._beginning_pages.add(self._page_step(request, self._offsets[request]), request)
+    def expect_pages(self, requests: list[Request]) -> None:
+        """Note in which steps these members will begin a page that they do not have yet."""
+        for request in requests:
+            self._beginning_pages.add(self._page_step(request, self._offsets[request]), request)
 
     def take_beginning_page(self, step: int) -> list[Request]:
-        """Members that begin a page in `step`, the next one, settled. Each has to get one (`expect_page`) or leave."""
+        """Members that begin a page in `step`, the next one, settled. Each has to get one (`expect_pages`) or leave."""
         requests = self._beginning_pages.take(step)
         for request in requests:
-            self.settle(request, step - 1)
+            request.num_computed_tokens, request.last_step = self._offsets[request] + step, step - 1
         return requests
 
     def take_ending(self, step: int) -> list[Request]:

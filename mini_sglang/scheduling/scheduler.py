@@ -19,7 +19,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import merge
 from typing import TypeVar
 
 import msgspec
@@ -109,6 +108,7 @@ class Scheduler:
         self._launched: deque[_Launched] = deque()
         self.num_slots = _known("max_running_requests", config.max_running_requests)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
         self._counters = _Counters()
@@ -137,6 +137,7 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=self._policy.rank)
+        self._is_full = False
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request wherever it stands, without an output; an id that is not known (any more) is ignored.
@@ -174,6 +175,7 @@ class Scheduler:
 
         The one place where this happens; called when it stops running and whenever a step with it was read.
         """
+        self._is_full = False
         if self._is_in_flight(request):
             self._leaving[request] = None
             return
@@ -236,18 +238,21 @@ class Scheduler:
                 else:
                     enough_pages = False
         new_rows: list[NewRow] = []
-        if self._waiting and self._free_slots and budget and enough_pages:
+        if self._waiting and self._free_slots and budget and enough_pages and not self._is_full:
             self._admit_waiting(plan, budget, new_rows)
         return self._launch(plan, new_rows) if plan or self._decoding else None
 
     def _plan_decodes(self, plan: Plan) -> tuple[bool, list[Request]]:
-        """Give every running request with one token to compute its page, those of the group if they begin one.
-
-        Returns whether all got it, and the requests with more to compute.
+        """Give every running request with one token to compute a page, if it begins one: the senior first if too few
+        are left. Returns whether all got theirs, and the requests with more to compute.
         """
         enough_pages, prefilling, step = True, [], self._counters.steps + 1
-        beginning_page = sorted(self._decoding.take_beginning_page(step), key=self._policy.rank)
-        for request in merge(beginning_page, self._catching_up.copy(), key=self._policy.rank):
+        beginning_page = self._decoding.take_beginning_page(step)
+        if len(beginning_page) + len(self._catching_up) <= self.kv.num_available_pages:  # then the order is all one
+            self.kv.reserve_next(beginning_page)
+            self._decoding.expect_pages(beginning_page)
+            beginning_page = []
+        for request in sorted([*beginning_page, *self._catching_up], key=self._policy.rank):
             if request.status is not RequestStatus.RUNNING:  # preempted by one before it
                 continue
             num_tokens = request.num_tokens
@@ -260,7 +265,7 @@ class Scheduler:
                 if request in self._decoding:
                     self._fall_behind(request)
             elif request in self._decoding:
-                self._decoding.expect_page(request)
+                self._decoding.expect_pages([request])
             elif request.num_computed_tokens < len(request.prompt_ids):
                 plan[request] = 1
             else:
@@ -290,9 +295,9 @@ class Scheduler:
             if self._is_being_computed(request, match, computing):
                 continue
             count = min(request.num_tokens - match.num_tokens, budget)
-            if not self._expected_to_fit(request, match, growth):
-                break
-            if not self.kv.admit(request, match, match.num_tokens + count):
+            fits = self._expected_to_fit(request, match, growth)
+            if not (fits and self.kv.admit(request, match, match.num_tokens + count)):
+                self._is_full = True
                 break
             self._start(request, new_rows)
             growth += self._expected_pages(request) - len(request.page_ids)
@@ -363,6 +368,8 @@ class Scheduler:
             request.last_step = step
             if start < len(request.prompt_ids) or count > 1:
                 self.kv.commit(request, step, tail=samples)
+        if plan:
+            self._is_full = False  # what a chunk has computed may be what a waiting request begins with
         members = self._decoding.members
         batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies)
         self._launched.append(_Launched(batch, members, list(plan)))
