@@ -402,34 +402,33 @@ class Scheduler:
         self.kv.steps_read(self._launched[0].batch.step - 1 if self._launched else self._counters.steps)
 
     def _take_tokens(self, launched: _Launched, result: StepResult) -> StepOutputs:
-        """Give every request its token: to members of the group all at once, but for those with more to see to."""
-        members, num_members = launched.members, len(launched.members.requests)
-        sampling = [request for row, request in zip(launched.batch.chunks, launched.chunks, strict=True) if row.samples]
-        if not len(result.token_ids) == len(result.logprobs) == num_members + len(sampling):
-            raise ValueError(f"step {launched.batch.step} samples {num_members + len(sampling)} tokens, got {result}")
-        token_ids = result.token_ids[:num_members] if sampling else result.token_ids
-        apart = self._rows_apart(launched, token_ids, result)
-        request_ids, output_ids = members.request_ids, members.output_ids
-        if apart:
-            token_ids, request_ids, output_ids = (_without(c, apart) for c in (token_ids, request_ids, output_ids))
-        deque(map(list.append, output_ids, token_ids), maxlen=0)
+        """Give every request its token: members of the group all at once, but for those with more to see to."""
+        members, batch = launched.members, launched.batch
+        alone = [request for row, request in zip(batch.chunks, launched.chunks, strict=True) if row.samples]
+        num_members = len(members.requests)
+        if not len(result.token_ids) == len(result.logprobs) == num_members + len(alone):
+            raise ValueError(
+                f"step {batch.step} samples {num_members + len(alone)} tokens, not {len(result.token_ids)}"
+            )
+        apart = self._rows_apart(launched, result)
+        token_ids = _without(result.token_ids[:num_members], apart)
+        deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
         self._counters.generated_tokens += len(token_ids)
-        alone = [(row, members.requests[row]) for row in apart] + list(enumerate(sampling, num_members))
         others = [
             self._take_token(request, result.token_ids[row], result.logprobs[row])
-            for row, request in alone
+            for row, request in [*((row, members.requests[row]) for row in apart), *enumerate(alone, num_members)]
             if request.status is not RequestStatus.FINISHED and request not in self._restarting
         ]
-        return StepOutputs(request_ids, token_ids, others)
+        return StepOutputs(_without(members.request_ids, apart), token_ids, others)
 
-    def _rows_apart(self, launched: _Launched, token_ids: list[int], result: StepResult) -> list[int]:
+    def _rows_apart(self, launched: _Launched, result: StepResult) -> list[int]:
         """Rows of the group whose request has left it, may end with this token, or gets more than the token."""
         members = launched.members
         rows = {members.requests.index(request) for request in launched.departed}
+        if self._decoding.may_stop(result.token_ids):
+            rows.update(self._decoding.rows_that_may_stop(result.token_ids[: len(members.requests)]))
         if members.want_logprobs:
-            rows.update(row for row in range(len(token_ids)) if result.logprobs[row] is not None)
-        if self._decoding.may_stop(token_ids):
-            rows.update(self._decoding.rows_that_may_stop(token_ids))
+            rows.update(row for row in range(len(members.requests)) if result.logprobs[row] is not None)
         return sorted(rows)
 
     def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
@@ -567,8 +566,10 @@ class Scheduler:
             )
 
 
-def _without(column: Sequence[T], rows: list[int]) -> list[T]:
-    """The entries of `column` that are not in `rows`, which is sorted."""
+def _without(column: Sequence[T], rows: list[int]) -> Sequence[T]:
+    """`column` but for the entries at `rows`, which are sorted."""
+    if not rows:
+        return column
     left = list(column)
     for row in reversed(rows):
         del left[row]
