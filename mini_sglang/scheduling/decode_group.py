@@ -13,7 +13,6 @@ requests and step numbers; does not know the pool, and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import NamedTuple
 
 from mini_sglang.request import Request
@@ -32,7 +31,16 @@ class Members(NamedTuple):
 
 NOBODY = Members(NO_DECODES, (), (), (), want_logprobs=False)
 
-_columns = attrgetter("slot", "request_id", "output_ids", "params.logprobs")
+
+class _Member(NamedTuple):
+    """One row of Members, fixed while the request is one: a snapshot only turns these rows into columns."""
+
+    request: Request
+    request_id: str
+    output_ids: list[int]
+    slot: int
+    offset: int  # the token that it computes in step n, less n
+    wants_logprobs: bool
 
 
 class DecodeGroup:
@@ -40,35 +48,33 @@ class DecodeGroup:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._offsets: dict[Request, int] = {}  # in row order: token that a member computes in step n, less n
+        self._rows: dict[Request, _Member] = {}  # in row order, which is that of joining
         self._beginning_pages = _Calendar()
         self._ending = _Calendar()
         self._stop_ids: dict[int, int] = {}  # token id -> how many members it may end
         self._members: Members | None = NOBODY  # None: somebody came or went since
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._rows)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._offsets
+        return request in self._rows
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._offsets)
+        return iter(self._rows)
 
     @property
     def members(self) -> Members:
-        """The group of now, in the order in which its members joined."""
+        """The group of now."""
         if self._members is None:
             self._members = self._snapshot()
         return self._members
 
     def _snapshot(self) -> Members:
-        if not self._offsets:
+        if not self._rows:
             return NOBODY
-        requests = tuple(self._offsets)
-        slots, request_ids, output_ids, logprobs = zip(*map(_columns, requests), strict=True)
-        rows = DecodeRows(slots, tuple(self._offsets.values()))
-        return Members(rows, requests, request_ids, output_ids, logprobs.count(None) < len(logprobs))
+        requests, request_ids, output_ids, slots, offsets, wants_logprobs = zip(*self._rows.values(), strict=True)
+        return Members(DecodeRows(slots, offsets), requests, request_ids, output_ids, any(wants_logprobs))
 
     def may_stop(self, token_ids: list[int]) -> bool:
         """Whether any of the sampled tokens is an end token of any member. A look-up per token, none per request."""
@@ -82,7 +88,11 @@ class DecodeGroup:
 
     def join(self, request: Request, step: int) -> None:
         """Take in a request with one token to compute, from `step`, the next to be launched, on."""
-        offset = self._offsets[request] = request.num_computed_tokens - step
+        slot, offset = request.slot, request.num_computed_tokens - step
+        if slot is None:
+            raise ValueError(f"request {request.request_id} cannot decode without a slot")
+        wants_logprobs = request.params.logprobs is not None
+        self._rows[request] = _Member(request, request.request_id, request.output_ids, slot, offset, wants_logprobs)
         self._members = None
         self.expect_pages([request])
         self._ending.add(_last_step(request, offset), request)
@@ -92,7 +102,7 @@ class DecodeGroup:
     def leave(self, request: Request, launched: int) -> None:
         """Let a member go, its counters up to date. `launched` is the step launched last."""
         self.settle(request, launched)
-        offset = self._offsets.pop(request)
+        offset = self._rows.pop(request).offset
         self._members = None
         self._beginning_pages.remove(self._page_step(request, offset), request)
         self._ending.remove(_last_step(request, offset), request)
@@ -108,7 +118,7 @@ class DecodeGroup:
     def progress(self, request: Request, launched: int) -> tuple[int, int]:
         """A member's number of computed tokens, and the last step that contains it: not yet `launched` if it has just
         joined."""
-        computed = self._offsets[request] + launched + 1
+        computed = self._rows[request].offset + launched + 1
         return computed, launched if computed > request.num_computed_tokens else request.last_step
 
     # -- the calendars ------------------------------------------------------------------------------------------------
@@ -116,13 +126,13 @@ class DecodeGroup:
     def expect_pages(self, requests: list[Request]) -> None:
         """Note in which steps these members will begin a page that they do not have yet."""
         for request in requests:
-            self._beginning_pages.add(self._page_step(request, self._offsets[request]), request)
+            self._beginning_pages.add(self._page_step(request, self._rows[request].offset), request)
 
     def take_beginning_page(self, step: int) -> list[Request]:
         """Members that begin a page in `step`, the next one, settled. Each has to get one (`expect_pages`) or leave."""
         requests = self._beginning_pages.take(step)
         for request in requests:
-            request.num_computed_tokens, request.last_step = self._offsets[request] + step, step - 1
+            request.num_computed_tokens, request.last_step = self._rows[request].offset + step, step - 1
         return requests
 
     def take_ending(self, step: int) -> list[Request]:
@@ -137,7 +147,7 @@ class DecodeGroup:
     def check(self, launched: int) -> None:
         """Raise RuntimeError, saying what is wrong, unless both calendars have every member, in a step to come."""
         for calendar, step_of in ((self._beginning_pages, self._page_step), (self._ending, _last_step)):
-            expected = sorted((step_of(request, offset), request.arrival) for request, offset in self._offsets.items())
+            expected = sorted((step_of(row.request, row.offset), row.request.arrival) for row in self._rows.values())
             found = sorted((step, request.arrival) for step, request in calendar.entries())
             if expected != found or (found and found[0][0] <= launched):
                 raise RuntimeError(f"after step {launched} a calendar has {found}, and the members ask for {expected}")
