@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one per batch size, each a whole step from the slots to the sampled tokens.
 
-A replay costs the host one copy of the slots and one launch. Batches between two captured sizes are filled up with an
-idle slot, whose row computes and changes nothing that anybody reads.
+A replay costs the host one launch, and one copy of the slots if they are not those of the step before. Batches between
+two captured sizes are filled up with an idle slot, whose row computes and changes nothing that anybody reads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class DecodeGraphs:
         start = time.perf_counter()
         self.max_rows = max_rows
         self._slots = torch.full((max_rows,), idle_slot, dtype=torch.int64, device=device)
+        self._loaded: tuple[int, ...] = ()  # what self._slots begins with
         self._idle_slot = idle_slot
         self._sizes = graph_sizes(max_rows)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
@@ -45,11 +46,16 @@ class DecodeGraphs:
             self._graphs[size] = (graph, outputs)
         logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - start)
 
-    def replay(self, slots: list[int]) -> DecodeStep:
-        """Run one step for `slots`, at most `max_rows`. The tensors hold until the next replay."""
+    def replay(self, slots: tuple[int, ...]) -> DecodeStep:
+        """Run one step for `slots`, at most `max_rows`; the very same tuple as last time is on the device already.
+
+        The tensors hold until the next replay.
+        """
         size = next(size for size in self._sizes if size >= len(slots))
-        padded = slots + [self._idle_slot] * (size - len(slots))
-        self._slots[:size].copy_(torch.tensor(padded, pin_memory=True), non_blocking=True)
+        if slots is not self._loaded:
+            padded = slots + (self._idle_slot,) * (size - len(slots))
+            self._slots[:size].copy_(torch.tensor(padded, pin_memory=True), non_blocking=True)
+            self._loaded = slots
         graph, outputs = self._graphs[size]
         graph.replay()
         return DecodeStep(outputs.token_ids[: len(slots)], outputs.logits[: len(slots)])

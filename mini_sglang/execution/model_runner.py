@@ -14,7 +14,7 @@ from mini_sglang.execution.sampler import is_plain, sample, token_logprobs
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.request import TokenLogprobs
-from mini_sglang.scheduling.batch import Row, ScheduledBatch
+from mini_sglang.scheduling.batch import DecodeRows, Row, ScheduledBatch
 
 
 class Sampled(NamedTuple):
@@ -40,6 +40,7 @@ class ModelRunner:
         self._backend = backend
         self._table = table
         self._graphs: DecodeGraphs | None = None
+        self._plain_decodes: DecodeRows | None = None  # known to need nothing but what the graph draws
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int) -> None:
@@ -66,9 +67,10 @@ class ModelRunner:
         """Compute the batch's rows and sample those that reached the end of their known tokens."""
         self._table.apply(batch)
         self._pool.copy_pages(batch.page_copies)
-        if self._graphs is not None and _is_decode(batch.rows, self._graphs.max_rows):
-            return self._replay(batch.rows, self._graphs)
-        inputs = self._table.expand(batch.rows)
+        if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
+            return self._replay(batch, self._graphs)
+        rows = batch.rows
+        inputs = self._table.expand(rows)
         logits = self._model(
             ForwardBatch(
                 input_ids=inputs.input_ids,
@@ -77,21 +79,21 @@ class ModelRunner:
                 plan=self._backend.plan(inputs.attention),
             )
         )
-        sampling_rows = [row for row in batch.rows if row.samples]
+        sampling_rows = [row for row in rows if row.samples]
         return self._sample(sampling_rows, logits) if sampling_rows else Sampled(inputs.logit_rows, [])
 
-    def _replay(self, rows: list[Row], graphs: DecodeGraphs) -> Sampled:
-        step = graphs.replay([row.slot for row in rows])
-        if all(is_plain(params) for params in self._table.params_of(rows)):
-            return Sampled(step.token_ids, [None] * len(rows))
-        return self._sample(rows, step.logits)  # overwrites the tokens that the graph appended
+    def _replay(self, batch: ScheduledBatch, graphs: DecodeGraphs) -> Sampled:
+        decodes = batch.decodes
+        step = graphs.replay(decodes.slots)
+        if decodes is not self._plain_decodes:
+            rows = batch.rows
+            if not all(is_plain(params) for params in self._table.params_of(rows)):
+                return self._sample(rows, step.logits)  # overwrites the tokens that the graph appended
+            self._plain_decodes = decodes
+        return Sampled(step.token_ids, [None] * len(decodes))
 
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         sampling = self._table.sampling(rows)
         token_ids = sample(logits, sampling)
         self._table.append(rows, token_ids)
         return Sampled(token_ids, token_logprobs(logits, token_ids, sampling.params))
-
-
-def _is_decode(rows: list[Row], max_rows: int) -> bool:
-    return len(rows) <= max_rows and all(row.count == 1 and row.samples for row in rows)

@@ -74,8 +74,8 @@ class RequestTable:
                 for pages in batch.new_pages
                 for index, page_id in enumerate(pages.page_ids, pages.first_index)
             }
-            slots, indices = zip(*entries, strict=True)
-            self._page_table[self._send(slots), self._send(indices)] = self._send(list(entries.values()))
+            slots, indices, page_ids = self._send([*zip(*entries, strict=True), tuple(entries.values())])
+            self._page_table[slots, indices] = page_ids
 
     def _take(self, new: NewRow) -> None:
         self._tokens[new.slot, : len(new.token_ids)] = self._send(new.token_ids)
