@@ -247,6 +247,10 @@ class StepOutputs(msgspec.Struct, omit_defaults=True):
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + sum(len(output.token_ids) for output in self.others)
+
     def __iter__(self) -> Iterator[TokenOutput]:
         for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
             yield TokenOutput(request_id=request_id, token_ids=[token_id])
