@@ -12,7 +12,7 @@ from collections import deque
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.executor import Executor, StepHandle
-from mini_sglang.request import FinishReason, Request, SamplingParams, TokenOutput
+from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
 
@@ -65,7 +65,7 @@ class Engine:
         """End a request at once, wherever it stands; an unknown id is ignored, since it may just have ended."""
         self.scheduler.abort(request_id, reason)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> StepOutputs:
         """Launch the next step if there is one, then read the oldest step that is due."""
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -80,9 +80,9 @@ class Engine:
             except Exception as error:
                 return self._fail(batch, error)
             return self.scheduler.update(batch, result)
-        return []
+        return StepOutputs()
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> list[TokenOutput]:
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:
         logger.exception("step %d failed", batch.step, exc_info=error)
         return self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
 

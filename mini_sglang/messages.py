@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from mini_sglang.request import FinishReason, SamplingParams, TokenOutput
+from mini_sglang.request import FinishReason, SamplingParams, StepOutputs
 from mini_sglang.scheduling.scheduler import SchedulerStats
 
 
@@ -71,7 +71,7 @@ class Ready(msgspec.Struct, tag=True):
 class Outputs(msgspec.Struct, tag=True):
     """Everything that one step produced."""
 
-    outputs: list[TokenOutput]
+    outputs: StepOutputs
 
 
 class RequestRejected(msgspec.Struct, tag=True):

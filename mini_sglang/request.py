@@ -7,6 +7,7 @@ cross a process boundary are msgspec structs, so that the wire format needs no s
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -163,7 +164,8 @@ class Request:
     """One sequence being generated. The scheduler alone changes it after `Scheduler.add`.
 
     `num_computed_tokens` catches up with `num_tokens`: a prompt chunk, a prefix hit, a decode and a resumed request are
-    all "compute k more tokens". Sampled tokens whose values the host has not read yet count in `num_pending_tokens`.
+    all "compute k more tokens". While a request decodes, its counters are only brought up to date when somebody needs
+    them (`Scheduler.settle`); `output_ids` always holds every token that was read.
     """
 
     request_id: str
@@ -181,16 +183,26 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache when first admitted
     was_admitted: bool = False  # has run before; WAITING then means preempted
-    num_pending_tokens: int = 0  # sampled by launched steps, value not read yet
-    num_inflight_steps: int = 0  # launched steps that contain this request and were not read yet
+    last_step: int = 0  # number of the last launched step that contains this request
     slot: int | None = None  # row of the RequestTable while running
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
 
     @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens whose values were read."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens, those not read yet included."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending_tokens
+        """Prompt and output tokens, those not read yet included: whoever computes the last token samples one more."""
+        return max(self.num_known_tokens, self.num_computed_tokens + 1)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end the answer."""
+        ends = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        return ends.union(self.params.stop_token_ids) if self.params.stop_token_ids else ends
 
     @property
     def token_ids(self) -> list[int]:
@@ -217,8 +229,32 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None  # one per token id
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the end token that ended the request; it is the last of token_ids
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # said with the first token, and later whenever the output is one of `others`
     error: str | None = None  # set when finish_reason is ERROR
+
+
+class StepOutputs(msgspec.Struct, omit_defaults=True):
+    """What one step added to all requests. Crosses the process boundary.
+
+    `token_ids[i]` is the one token of request `request_ids[i]`, of which there is nothing else to say; `others` are
+    the requests of which there is. Iterating gives a TokenOutput for each request, at the iterating side's cost.
+    """
+
+    request_ids: Sequence[str] = ()
+    token_ids: Sequence[int] = ()
+    others: Sequence[TokenOutput] = ()
+
+    def __len__(self) -> int:
+        return len(self.request_ids) + len(self.others)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + sum(len(output.token_ids) for output in self.others)
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
+            yield TokenOutput(request_id=request_id, token_ids=[token_id])
+        yield from self.others
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,10 +140,11 @@ def run(engine: Engine, workload: Workload, *, before_step: Callable[[int], None
         if before_step is not None:
             before_step(calls)
         calls += 1
-        for output in engine.step():
+        outputs = engine.step()
+        for output in outputs.others:
             if output.error is not None:
                 raise RuntimeError(output.error)
-            tokens += len(output.token_ids)
+        tokens += outputs.num_tokens
     seconds = time.perf_counter() - start
     if tokens != workload.num_output_tokens:
         raise RuntimeError(f"{tokens} tokens came back, {workload.num_output_tokens} were asked for")

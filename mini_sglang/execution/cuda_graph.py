@@ -1,4 +1,4 @@
-"""Whole steps as CUDA graphs, one per size: a replay costs the host one copy of integers and one launch.
+"""Whole steps as CUDA graphs, one per size: a replay costs the host one launch, and a copy of what has changed.
 
 `DecodeGraphs` holds steps of one token per row, from the slots to the sampled tokens. Batches between two captured
 sizes are filled up with an idle slot, whose row computes and changes nothing that anybody reads.
@@ -75,13 +75,16 @@ class DecodeGraphs:
         self.max_rows = max_rows
         self._idle_slot = idle_slot
         self._slots = torch.full((max_rows,), idle_slot, dtype=torch.int64, device=device)
+        self._loaded: tuple[int, ...] = ()  # what self._slots begins with
         self._graphs = StepGraphs(lambda size: step(self._slots[:size]), graph_sizes(max_rows), "decode", pool)
 
-    def replay(self, slots: list[int]) -> GraphStep:
-        """Run one step for `slots`, at most `max_rows`."""
+    def replay(self, slots: tuple[int, ...]) -> GraphStep:
+        """Run one step for `slots`, at most `max_rows`; the very same tuple as last time is on the device already."""
         size = self._graphs.size_for(len(slots))
-        padded = slots + [self._idle_slot] * (size - len(slots))
-        self._slots[:size].copy_(torch.tensor(padded, pin_memory=True), non_blocking=True)
+        if slots is not self._loaded:
+            padded = slots + (self._idle_slot,) * (size - len(slots))
+            self._slots[:size].copy_(torch.tensor(padded, pin_memory=True), non_blocking=True)
+            self._loaded = slots
         return self._graphs.replay(size, len(slots))
 
 

@@ -21,7 +21,7 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.registry import build_model
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.batch import NO_DECODES, NewPages, NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
@@ -175,7 +175,8 @@ class Executor:
         """A step that computes a prompt of zeros in slot 0, on the first pages."""
         return ScheduledBatch(
             step=0,
-            rows=[Row(slot=0, start=0, count=tokens, samples=True)],
+            decodes=NO_DECODES,
+            chunks=[Row(slot=0, start=0, count=tokens, samples=True)],
             new_rows=[NewRow(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
             new_pages=[NewPages(slot=0, first_index=0, page_ids=list(range(self._pages(tokens))))],
             page_copies=[],

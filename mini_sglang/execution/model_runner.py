@@ -16,7 +16,7 @@ from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.request import TokenLogprobs
-from mini_sglang.scheduling.batch import Row, ScheduledBatch
+from mini_sglang.scheduling.batch import DecodeRows, Row, ScheduledBatch
 
 if TYPE_CHECKING:  # it needs Triton
     from mini_sglang.execution.device_sampler import DeviceSampler
@@ -54,6 +54,7 @@ class ModelRunner:
         self._sampler = sampler
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
+        self._plain_decodes: DecodeRows | None = None  # known to need nothing but what the graph draws
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, max_tokens: int) -> None:
@@ -100,12 +101,12 @@ class ModelRunner:
         if self._sampler is not None:
             self._sampler.take(batch.new_rows)
         self._pool.copy_pages(batch.page_copies)
-        if self._graphs is not None and _is_decode(batch, self._graphs.max_rows):
-            return self._complete(batch.rows, *self._graphs.replay([row.slot for row in batch.rows]))
-        if self._prompts is not None and self._prompts.fits(batch.rows):
-            sampling_rows = [row for row in batch.rows if row.samples]
-            return self._complete(sampling_rows, *self._prompts.replay(batch.rows))
-        inputs = self._table.expand(batch.rows)
+        if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
+            return self._replay(batch, self._graphs)
+        rows = batch.rows
+        if self._prompts is not None and self._prompts.fits(rows):
+            return self._complete([row for row in rows if row.samples], *self._prompts.replay(rows))
+        inputs = self._table.expand(rows)
         logits = self._model(
             ForwardBatch(
                 input_ids=inputs.input_ids,
@@ -114,8 +115,17 @@ class ModelRunner:
                 plan=self._backends.plan(inputs.attention),
             )
         )
-        sampling_rows = [row for row in batch.rows if row.samples]
+        sampling_rows = [row for row in rows if row.samples]
         return self._sample(sampling_rows, logits) if sampling_rows else Sampled(inputs.logit_rows, [])
+
+    def _replay(self, batch: ScheduledBatch, graphs: DecodeGraphs) -> Sampled:
+        decodes = batch.decodes
+        step = graphs.replay(decodes.slots)
+        if decodes is not self._plain_decodes:
+            if not self._table.want_only_tokens(decodes.slots):
+                return self._complete(batch.rows, *step)
+            self._plain_decodes = decodes
+        return Sampled(step.token_ids, [None] * len(decodes))
 
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         if self._sampler is not None:
@@ -140,9 +150,3 @@ class ModelRunner:
         token_ids = sample(logits, self._table.sampling(rows))
         self._table.append(rows, token_ids)
         return token_ids
-
-
-def _is_decode(batch: ScheduledBatch, max_rows: int) -> bool:
-    """Whether every row computes one token at the place where the device left off, which holds for no new row."""
-    rows = batch.rows
-    return not batch.new_rows and len(rows) <= max_rows and all(row.count == 1 and row.samples for row in rows)

@@ -6,7 +6,7 @@ operations, from the list of (slot, start, count). Sampled tokens are written ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +62,8 @@ class RequestTable:
                 for pages in batch.new_pages
                 for index, page_id in enumerate(pages.page_ids, pages.first_index)
             }
-            slots, indices = zip(*entries, strict=True)
-            self.page_table[self.send(slots), self.send(indices)] = self.send(list(entries.values()))
+            slots, indices, page_ids = self.send([*zip(*entries, strict=True), tuple(entries.values())])
+            self.page_table[slots, indices] = page_ids
 
     def _take(self, new: NewRow) -> None:
         self.tokens[new.slot, : len(new.token_ids)] = self.send(new.token_ids)
@@ -117,7 +117,7 @@ class RequestTable:
             history=lambda index: self.tokens[slots[index], : rows[index].start + rows[index].count],
         )
 
-    def want_only_tokens(self, slots: list[int]) -> bool:
+    def want_only_tokens(self, slots: Iterable[int]) -> bool:
         """Whether these slots want no more than what a device draws by itself: no bias, no log-probabilities."""
         return self._wanting_more.isdisjoint(slots)
 

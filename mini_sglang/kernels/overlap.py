@@ -41,7 +41,7 @@ def await_inputs(OVERLAP: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(weight, part, n, K_BYTES: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr):
-    """Bring the first LINES cache lines of ROWS rows of a weight [n, K] into the L2 cache, from row `part` * ROWS on."""
+    """Bring the first LINES cache lines of ROWS rows of a weight [n, K] into the L2 cache, from row part * ROWS on."""
     row = part * ROWS + tl.arange(0, ROWS)
     places = tl.minimum(row, n - 1).to(tl.int64)[:, None] * K_BYTES + tl.arange(0, LINES)[None, :] * 128
     tl.inline_asm_elementwise(

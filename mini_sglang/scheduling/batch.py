@@ -2,6 +2,7 @@
 
 A batch carries deltas. A request's tokens and sampling parameters are sent once, when it takes a slot; afterwards a row
 is (slot, start, count), and the sampled tokens never leave the device's RequestTable on their way to the next step.
+Requests that decode are one object, the same from step to step as long as they are the same requests.
 """
 
 from __future__ import annotations
@@ -38,21 +39,47 @@ class Row(msgspec.Struct, frozen=True):
     samples: bool
 
 
+class DecodeRows(msgspec.Struct, frozen=True):
+    """Requests that compute one token and sample the next in every step: in step n, token `offsets[i] + n` of the one
+    in `slots[i]`. A step whose predecessor had the same requests carries the very same object."""
+
+    slots: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def rows(self, step: int) -> list[Row]:
+        """Written out for one step."""
+        return [Row(slot, offset + step, 1, True) for slot, offset in zip(self.slots, self.offsets, strict=True)]
+
+
+NO_DECODES = DecodeRows((), ())
+
+
 class ScheduledBatch(msgspec.Struct, frozen=True):
     """One step. Applied in this order: new rows, new pages, page copies, forward over `rows`, sampling.
 
-    `page_copies` are (source, destination) page ids; all sources are read before any destination is written.
+    `chunks` are the rows of requests that do not decode yet: parts of prompts, and of answers computed again after a
+    preemption. `page_copies` are (source, destination) page ids; all sources are read before any destination is
+    written.
     """
 
     step: int
-    rows: list[Row]
+    decodes: DecodeRows
+    chunks: list[Row]
     new_rows: list[NewRow]
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
 
     @property
+    def rows(self) -> list[Row]:
+        """All rows, decodes first (a new list: O(rows))."""
+        return self.decodes.rows(self.step) + self.chunks
+
+    @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return len(self.decodes) + sum(row.count for row in self.chunks)
 
 
 class StepResult(msgspec.Struct, frozen=True):

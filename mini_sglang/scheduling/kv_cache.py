@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NewPages
@@ -36,13 +36,12 @@ class _Holding:
     """What the manager knows of one request beyond its page ids."""
 
     salt: bytes
-    tokens: array[int]  # every known token, prompt first
+    tokens: array[int]  # the known tokens, prompt first, as far as anybody has asked for them
     node: Node | None = None  # deepest node whose pages the request holds, locked; None: holds nothing
     num_pages: int = 0  # pages from the root to the end of `node`; the same pages as in the page table
     tail: Node | None = None  # the request's own page in the tree with fewer tokens than a page, locked
     spoiled: bool = False  # a step that should have filled its pages failed
     last_match: tuple[int, int] = (-1, 0)  # (version of the tree, tokens matched), to look up once per change
-    new_pages: list[tuple[int, list[int]]] = field(default_factory=list)  # (first index, ids) the executor has not seen
 
 
 class KVCacheManager:
@@ -55,7 +54,8 @@ class KVCacheManager:
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
-        self._changed: dict[Request, None] = {}  # requests with new_pages, in order
+        self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) the executor has not seen
+        self._filled: dict[Request, None] = {}  # requests that may have computed a page since their last commit
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
 
@@ -87,11 +87,12 @@ class KVCacheManager:
         return self._holding(request).tokens
 
     def _holding(self, request: Request) -> _Holding:
+        """What is known of a request, its tokens up to date."""
         holding = self._holdings.get(request)
         if holding is None:
             salt = request.cache_salt.encode("utf-8", "surrogatepass")
             holding = self._holdings[request] = _Holding(salt, array("i", request.prompt_ids))
-            holding.tokens.extend(request.output_ids)
+        holding.tokens.extend(request.output_ids[len(holding.tokens) - len(request.prompt_ids) :])
         return holding
 
     # -- getting pages ------------------------------------------------------------------------------------------------
@@ -133,11 +134,14 @@ class KVCacheManager:
             self._copies.append((match.partial_page, own[0]))
         request.page_ids = shared + own
         request.num_computed_tokens = match.num_tokens
-        self._announce(request, holding, 0, request.page_ids.copy())
+        self._announce(request, 0, request.page_ids.copy())
         return True
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had."""
+        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had.
+
+        Who begins a page has filled the one before: `publish_filled` will look at it.
+        """
         needed = self.pages_for(num_tokens) - len(request.page_ids)
         if needed <= 0:
             return True
@@ -145,8 +149,16 @@ class KVCacheManager:
             return False
         first, pages = len(request.page_ids), self._take(needed)
         request.page_ids += pages
-        self._announce(request, self._holding(request), first, pages)
+        self._announce(request, first, pages)
+        self._filled[request] = None
         return True
+
+    def reserve_next(self, requests: list[Request]) -> None:
+        """`reserve` one page more for each of the requests; at least as many must be available."""
+        for request, page in zip(requests, self._take(len(requests)), strict=True):
+            self._announce(request, len(request.page_ids), [page])
+            request.page_ids.append(page)
+            self._filled[request] = None
 
     def _take(self, count: int) -> list[int]:
         missing = count - self._allocator.num_free
@@ -160,31 +172,33 @@ class KVCacheManager:
         self._allocator.release(pages)
         return len(pages)
 
-    def _announce(self, request: Request, holding: _Holding, first: int, pages: list[int]) -> None:
-        holding.new_pages.append((first, pages))
-        self._changed[request] = None
+    def _announce(self, request: Request, first: int, pages: list[int]) -> None:
+        self._new_pages.setdefault(request, []).append((first, pages))
 
     def take_changes(self) -> tuple[list[NewPages], list[tuple[int, int]]]:
         """What the next step has to tell the executor: new entries of page tables, and (source, destination) copies."""
         new_pages = []
-        for request in self._changed:
-            slot, holding = request.slot, self._holdings[request]
+        for request, entries in self._new_pages.items():
+            slot = request.slot
             if slot is None:
                 raise RuntimeError(f"request {request.request_id} has pages but no slot")
-            new_pages += [NewPages(slot, first, pages) for first, pages in holding.new_pages]
-            holding.new_pages.clear()
-        self._changed.clear()
+            for first, pages in entries:
+                new_pages.append(NewPages(slot, first, pages))
+        self._new_pages.clear()
         copies, self._copies = self._copies, []
         return new_pages, copies
 
     # -- sharing pages ------------------------------------------------------------------------------------------------
 
-    def append_token(self, request: Request, token_id: int, step: int) -> None:
-        """Note that the next token's value is known, and publish the page that it completes, if it does."""
-        holding = self._holdings[request]
-        holding.tokens.append(token_id)
-        if min(len(holding.tokens), request.num_computed_tokens) >= (holding.num_pages + 1) * self.page_size:
-            self.commit(request, step)
+    def publish_filled(self, step: int) -> None:
+        """Publish what decoding has filled since the last call; `step` is the last launched one.
+
+        Only a match can see the difference, so this waits until there is somebody to be matched.
+        """
+        for request in self._filled:
+            if not self.is_spoiled(request):
+                self.commit(request, step)
+        self._filled.clear()
 
     def commit(self, request: Request, step: int, *, tail: bool = False) -> None:
         """Publish the pages whose tokens are known and computed by launched steps; `step` is the last launched one.
@@ -192,10 +206,10 @@ class KVCacheManager:
         With `tail`, the started last page too. Where the cache has an equal page already, the request changes over to
         that one; its own stays held until `step` was read, since steps on their way use it.
         """
-        holding = self._holdings[request]
+        holding = self._holding(request)
         for index, page in self._publish(request, holding, tail):
             self._replaced.append((step, page))
-            self._announce(request, holding, index, [request.page_ids[index]])
+            self._announce(request, index, [request.page_ids[index]])
 
     def _publish(self, request: Request, holding: _Holding, tail: bool) -> list[tuple[int, int]]:
         """Put computed pages into the tree; returns (index in the page table, own page) of those that were replaced."""
@@ -231,12 +245,12 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Take all pages back, leaving what they hold in the cache. No launched step may contain the request."""
-        holding = self._holdings[request]
+        holding = self._holding(request)
         if not self.is_spoiled(request):
             replaced = self._publish(request, holding, tail=True)
             self._allocator.release(page for _, page in replaced)
-        self._changed.pop(request, None)
-        holding.new_pages.clear()
+        self._new_pages.pop(request, None)
+        self._filled.pop(request, None)
         if holding.tail is not None:
             self._tree.release_tail(holding.tail)
         if holding.node is not None:
@@ -270,9 +284,7 @@ class KVCacheManager:
 
     def announce_again(self, request: Request) -> None:
         """Send the request's whole page table with the next step, since the executor may not have taken in the last."""
-        holding = self._holdings[request]
-        holding.new_pages.clear()
-        self._announce(request, holding, 0, request.page_ids.copy())
+        self._new_pages[request] = [(0, request.page_ids.copy())]
 
     def is_spoiled(self, request: Request) -> bool:
         """Whether the request uses pages that some `spoil` cut out of the cache."""

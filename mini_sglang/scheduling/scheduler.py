@@ -7,18 +7,26 @@ nothing here knows tensors, text or time.
     add ─▶ waiting ──admit──▶ running ──end / abort / fail──▶ (leaving) ─▶ gone
               ▲                  │
               └─── (leaving) ◀───┘ preempted, keeps its output       leaving: still part of steps that were not read
+
+A running request is catching up (its prompt, or a page, is still missing) or it is decoding: then it is a member of the
+DecodeGroup and in every step. A step costs what is due in it, not what takes part in it: members are handled one by one
+only when they begin a page, end or leave, and the tokens of the others are passed on as whole columns.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
+from mini_sglang.request import FinishReason, Request, RequestStatus, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.decode_group import DecodeGroup, Members
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.policy import POLICIES
 from mini_sglang.scheduling.radix_cache import Match, common_prefix
@@ -27,7 +35,10 @@ FIRST_EXPECTED_OUTPUT = 128.0  # tokens, before any request has ended
 EXPECTED_OUTPUT_WEIGHT = 1 / 16  # of the latest ended request in the running mean
 WORTH_WAITING = 16  # shared prompt tokens being computed elsewhere that a waiting request holds back for
 
-Plan = dict[Request, int]  # how many tokens of each request the step computes, in row order
+Plan = dict[Request, int]  # how many tokens the step computes of each request that catches up, in row order
+
+
+T = TypeVar("T")
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +69,20 @@ class _Counters(msgspec.Struct):
     steps: int = 0
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A step that was launched and not read: whose tokens its rows will bring."""
+
+    batch: ScheduledBatch
+    members: Members  # of batch.decodes
+    chunks: list[Request]  # of batch.chunks
+    departed: list[Request] = field(default_factory=list)  # members that have left the group since
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.members.requests, *self.chunks]
+
+
 class Scheduler:
     """Continuous batching over one KV pool. The sizes in `config` must be known, none left open.
 
@@ -76,11 +101,14 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # those that have not ended
         self._waiting: list[Request] = []  # sorted by rank
         self._running: list[Request] = []  # sorted by rank
+        self._decoding = DecodeGroup(config.page_size)  # of these, those that compute one token in every step
+        self._catching_up: list[Request] = []  # and the others, sorted by rank
         self._leaving: dict[Request, None] = {}  # ended or preempted, but in launched steps
         self._restarting: dict[Request, None] = {}  # of these: what launched steps sampled for them is void
-        self._launched: deque[tuple[ScheduledBatch, list[Request]]] = deque()
+        self._launched: deque[_Launched] = deque()
         self.num_slots = _known("max_running_requests", config.max_running_requests)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
         self._counters = _Counters()
@@ -109,6 +137,7 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=self._policy.rank)
+        self._is_full = False
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request wherever it stands, without an output; an id that is not known (any more) is ignored.
@@ -121,7 +150,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
-            self._remove(self._running, request)
+            self._stop_running(request)
         elif request not in self._leaving:
             self._remove(self._waiting, request)
         request.status = RequestStatus.FINISHED
@@ -136,7 +165,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Make a running request wait again, its pages given back to the cache."""
-        self._remove(self._running, request)
+        self._stop_running(request)
         request.status = RequestStatus.WAITING
         self._counters.preemptions += 1
         self._leave(request)
@@ -146,7 +175,8 @@ class Scheduler:
 
         The one place where this happens; called when it stops running and whenever a step with it was read.
         """
-        if request.num_inflight_steps:
+        self._is_full = False
+        if self._is_in_flight(request):
             self._leaving[request] = None
             return
         self._leaving.pop(request, None)
@@ -159,6 +189,29 @@ class Scheduler:
             insort(self._waiting, request, key=self._policy.rank)
         else:
             self.kv.forget(request)
+
+    def _is_in_flight(self, request: Request) -> bool:
+        """Whether a launched step contains a request that does not decode (any more)."""
+        return bool(self._launched) and request.last_step >= self._launched[0].batch.step
+
+    def _stop_running(self, request: Request) -> None:
+        self._remove(self._running, request)
+        if request in self._decoding:
+            self._leave_group(request)
+        else:
+            self._remove(self._catching_up, request)
+
+    def _leave_group(self, request: Request) -> None:
+        """Let a member go. What it is in already will be read for it alone."""
+        self._decoding.leave(request, self._counters.steps)
+        for launched in self._launched:
+            if request in launched.members.requests:
+                launched.departed.append(request)
+
+    def _fall_behind(self, request: Request) -> None:
+        """Let a member go that still runs."""
+        self._leave_group(request)
+        insort(self._catching_up, request, key=self._policy.rank)
 
     def _remove(self, requests: list[Request], request: Request) -> None:
         del requests[bisect_left(requests, self._policy.rank(request), key=self._policy.rank)]
@@ -173,7 +226,7 @@ class Scheduler:
         """
         plan: Plan = {}
         enough_pages, prefilling = self._plan_decodes(plan)
-        budget = max(self._budget - len(plan), 1)
+        budget = max(self._budget - len(self._decoding) - len(plan), 1)
         for request in prefilling:
             if budget == 0:
                 break
@@ -185,14 +238,21 @@ class Scheduler:
                 else:
                     enough_pages = False
         new_rows: list[NewRow] = []
-        if self._waiting and self._free_slots and budget and enough_pages:
+        if self._waiting and self._free_slots and budget and enough_pages and not self._is_full:
             self._admit_waiting(plan, budget, new_rows)
-        return self._launch(plan, new_rows) if plan else None
+        return self._launch(plan, new_rows) if plan or self._decoding else None
 
     def _plan_decodes(self, plan: Plan) -> tuple[bool, list[Request]]:
-        """Plan every running request with one token to compute; returns whether all got their page, and the others."""
-        enough_pages, prefilling, size = True, [], self._page_size
-        for request in self._running.copy():
+        """Give every running request with one token to compute a page, if it begins one: the senior first if too few
+        are left. Returns whether all got theirs, and the requests with more to compute.
+        """
+        enough_pages, prefilling, step = True, [], self._counters.steps + 1
+        beginning_page = self._decoding.take_beginning_page(step)
+        if len(beginning_page) + len(self._catching_up) <= self.kv.num_available_pages:  # then the order is all one
+            self.kv.reserve_next(beginning_page)
+            self._decoding.expect_pages(beginning_page)
+            beginning_page = []
+        for request in sorted([*beginning_page, *self._catching_up], key=self._policy.rank):
             if request.status is not RequestStatus.RUNNING:  # preempted by one before it
                 continue
             num_tokens = request.num_tokens
@@ -200,10 +260,17 @@ class Scheduler:
                 continue
             if num_tokens - request.num_computed_tokens > 1:
                 prefilling.append(request)
-            elif num_tokens <= len(request.page_ids) * size or self._make_room(request, num_tokens, plan):
+            elif not self._make_room(request, num_tokens, plan):
+                enough_pages = False
+                if request in self._decoding:
+                    self._fall_behind(request)
+            elif request in self._decoding:
+                self._decoding.expect_pages([request])
+            elif request.num_computed_tokens < len(request.prompt_ids):
                 plan[request] = 1
             else:
-                enough_pages = False
+                self._remove(self._catching_up, request)
+                self._decoding.join(request, step)
         return enough_pages, prefilling
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
@@ -218,6 +285,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
         """Admit waiting requests in the policy's order until a slot, pages or the budget are missing."""
+        self.kv.publish_filled(self._counters.steps)
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
         growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
         for request in self._policy.order(self._waiting, self.kv.cached_tokens):
@@ -227,9 +295,9 @@ class Scheduler:
             if self._is_being_computed(request, match, computing):
                 continue
             count = min(request.num_tokens - match.num_tokens, budget)
-            if not self._expected_to_fit(request, match, growth):
-                break
-            if not self.kv.admit(request, match, match.num_tokens + count):
+            fits = self._expected_to_fit(request, match, growth)
+            if not (fits and self.kv.admit(request, match, match.num_tokens + count)):
+                self._is_full = True
                 break
             self._start(request, new_rows)
             growth += self._expected_pages(request) - len(request.page_ids)
@@ -260,7 +328,7 @@ class Scheduler:
     def _expected_pages(self, request: Request) -> int:
         """Pages that the request will have used when it ends, by the mean length of answers so far."""
         left = max(self.expected_output - len(request.output_ids), self._page_size)
-        return self.kv.pages_for(min(request.num_tokens + int(left), request.max_num_tokens - 1))
+        return self.kv.pages_for(min(request.num_known_tokens + int(left), request.max_num_tokens - 1))
 
     def _expected_to_fit(self, request: Request, match: Match, growth: int) -> bool:
         """Optimistic: expected, not largest, output lengths of this and of all running requests (`growth` pages)."""
@@ -274,6 +342,7 @@ class Scheduler:
         self._policy.admitted(request, self._waiting)
         self._remove(self._waiting, request)
         insort(self._running, request, key=self._policy.rank)
+        insort(self._catching_up, request, key=self._policy.rank)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         token_ids = request.token_ids if request.output_ids else request.prompt_ids
@@ -289,58 +358,87 @@ class Scheduler:
         self._counters.steps += 1
         step = self._counters.steps
         new_pages, copies = self.kv.take_changes()
-        rows = []
+        chunks = []
         for request, count in plan.items():
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             end = request.num_computed_tokens = start + count
             samples = end == num_tokens
             assert request.slot is not None
-            rows.append(Row(request.slot, start, count, samples))
-            request.num_inflight_steps += 1
-            if samples:
-                request.num_pending_tokens += 1
+            chunks.append(Row(request.slot, start, count, samples))
+            request.last_step = step
             if start < len(request.prompt_ids) or count > 1:
                 self.kv.commit(request, step, tail=samples)
-        batch = ScheduledBatch(step, rows, new_rows, new_pages, copies)
-        self._launched.append((batch, list(plan)))
+        if plan:
+            self._is_full = False  # what a chunk has computed may be what a waiting request begins with
+        members = self._decoding.members
+        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies)
+        self._launched.append(_Launched(batch, members, list(plan)))
+        for request in self._decoding.take_ending(step):
+            self._fall_behind(request)
         return batch
+
+    def settle(self) -> None:
+        """Bring the counters of every running request up to date, for whoever wants to look at them."""
+        for request in self._decoding:
+            self._decoding.settle(request, self._counters.steps)
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def update(self, batch: ScheduledBatch, result: StepResult) -> list[TokenOutput]:
-        """Take in what the oldest launched step sampled; returns one output per request that gained a token.
+    def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:
+        """Take in what the oldest launched step sampled; returns what each request gained.
 
-        Raises ValueError if `batch` is not the oldest step that was launched and not read.
+        Raises ValueError if `batch` is not the oldest step that was launched and not read, or if `result` is not its.
         """
-        if not self._launched or self._launched[0][0] is not batch:
+        if not self._launched or self._launched[0].batch is not batch:
             raise ValueError(f"step {batch.step} is not the oldest launched step")
-        _, requests = self._launched.popleft()
-        outputs: list[TokenOutput] = []
-        sampled = zip(result.token_ids, result.logprobs, strict=True)
-        for row, request in zip(batch.rows, requests, strict=True):
-            request.num_inflight_steps -= 1
-            if row.samples:
-                token_id, logprobs = next(sampled)
-                request.num_pending_tokens -= 1
-                if request.status is not RequestStatus.FINISHED and request not in self._restarting:
-                    outputs.append(self._take_token(request, token_id, logprobs))
-            if self._leaving and request in self._leaving:
-                self._leave(request)
+        launched = self._launched.popleft()
+        outputs = self._take_tokens(launched, result)
         self._note_read_steps()
         return outputs
 
     def _note_read_steps(self) -> None:
-        self.kv.steps_read(self._launched[0][0].step - 1 if self._launched else self._counters.steps)
+        for request in list(self._leaving):
+            self._leave(request)
+        self.kv.steps_read(self._launched[0].batch.step - 1 if self._launched else self._counters.steps)
+
+    def _take_tokens(self, launched: _Launched, result: StepResult) -> StepOutputs:
+        """Give every request its token: members of the group all at once, but for those with more to see to."""
+        members, batch = launched.members, launched.batch
+        alone = [request for row, request in zip(batch.chunks, launched.chunks, strict=True) if row.samples]
+        num_members = len(members.requests)
+        if not len(result.token_ids) == len(result.logprobs) == num_members + len(alone):
+            raise ValueError(
+                f"step {batch.step} samples {num_members + len(alone)} tokens, not {len(result.token_ids)}"
+            )
+        apart = self._rows_apart(launched, result)
+        token_ids = _without(result.token_ids[:num_members], apart)
+        deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
+        self._counters.generated_tokens += len(token_ids)
+        others = [
+            self._take_token(request, result.token_ids[row], result.logprobs[row])
+            for row, request in [*((row, members.requests[row]) for row in apart), *enumerate(alone, num_members)]
+            if request.status is not RequestStatus.FINISHED and request not in self._restarting
+        ]
+        return StepOutputs(_without(members.request_ids, apart), token_ids, others)
+
+    def _rows_apart(self, launched: _Launched, result: StepResult) -> list[int]:
+        """Rows of the group whose request has left it, may end with this token, or gets more than the token."""
+        members = launched.members
+        rows = {members.requests.index(request) for request in launched.departed}
+        if self._decoding.may_stop(result.token_ids):
+            rows.update(self._decoding.rows_that_may_stop(result.token_ids[: len(members.requests)]))
+        if members.want_logprobs:
+            rows.update(row for row in range(len(members.requests)) if result.logprobs[row] is not None)
+        return sorted(rows)
 
     def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         request.output_ids.append(token_id)
-        self.kv.append_token(request, token_id, self._counters.steps)
         self._counters.generated_tokens += 1
-        reason, params = None, request.params
-        is_end = (token_id in request.eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+        reason = None
+        is_end = token_id in request.stop_ids
         if is_end:
             reason = FinishReason.STOP
-        elif len(request.prompt_ids) + len(request.output_ids) >= request.max_num_tokens:
+        elif request.num_known_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(request, reason)
@@ -353,36 +451,35 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
         )
 
-    def fail(self, batch: ScheduledBatch, error: str) -> list[TokenOutput]:
+    def fail(self, batch: ScheduledBatch, error: str) -> StepOutputs:
         """A launch or a read raised: end every request of the batch with an error; all others live on.
 
         What the step should have written is unpublished. Other requests in steps launched later may have read it; they
         start again from the tokens known so far.
         """
-        index = next((i for i, (launched, _) in enumerate(self._launched) if launched is batch), None)
+        index = next((i for i, launched in enumerate(self._launched) if launched.batch is batch), None)
         if index is None:
             raise ValueError(f"step {batch.step} was not launched, or was read before")
-        _, requests = self._launched[index]
+        for request in list(self._decoding):  # from here on each is looked at alone
+            self._fall_behind(request)
+        failed, later = self._launched[index], list(self._launched)[index + 1 :]
         del self._launched[index]
-        later = list(self._launched)[index:]
-        for step, members in [(batch, requests), *later]:
-            for row, request in zip(step.rows, members, strict=True):
+        for launched in [failed, *later]:
+            for row, request in zip(launched.batch.rows, launched.requests, strict=True):
                 self.kv.spoil(request, row.start)
         outputs = []
-        for row, request in zip(batch.rows, requests, strict=True):
-            request.num_inflight_steps -= 1
-            request.num_pending_tokens -= row.samples
+        for request in failed.requests:
+            steps = [launched.batch.step for launched in self._launched if request in launched.requests]
+            request.last_step = max(steps, default=0)
             if request.status is not RequestStatus.FINISHED:
                 outputs.append(self._end_with_error(request, error))
-            elif request in self._leaving:
-                self._leave(request)
         for request in [*self._running, *self._leaving]:
             if request.status is not RequestStatus.FINISHED and self.kv.is_spoiled(request):
                 self._restart(request)
         for request in self._running:
             self.kv.announce_again(request)
         self._note_read_steps()
-        return outputs
+        return StepOutputs(others=outputs)
 
     def _end_with_error(self, request: Request, error: str) -> TokenOutput:
         self._end(request, FinishReason.ERROR)
@@ -396,7 +493,7 @@ class Scheduler:
 
     def _restart(self, request: Request) -> None:
         """Compute a request again from its known tokens; what launched steps sampled for it is void."""
-        if request.num_inflight_steps:
+        if self._is_in_flight(request):
             self._restarting[request] = None
         if request.status is RequestStatus.RUNNING:
             self._preempt(request)
@@ -447,12 +544,36 @@ class Scheduler:
             ranks = [self._policy.rank(request) for request in requests]
             if ranks != sorted(set(ranks)):
                 raise RuntimeError(f"the {name} requests are not in order: {ranks}")
+        self._decoding.check(self._counters.steps)
+        if sorted([*self._decoding, *self._catching_up], key=self._policy.rank) != self._running:
+            raise RuntimeError("the running requests are not those that decode and those that catch up")
         for request in with_slot:
-            launched = sum(members.count(request) for _, members in self._launched)
-            if launched != request.num_inflight_steps:
-                raise RuntimeError(
-                    f"request {request.request_id} is in {launched} launched steps, counts {request.num_inflight_steps}"
-                )
+            self._check_steps(request)
+
+    def _check_steps(self, request: Request) -> None:
+        """A request's counters say which launched steps contain it, and how many tokens they sample for it."""
+        num_computed, last_step = request.num_computed_tokens, request.last_step
+        if request in self._decoding:
+            num_computed, last_step = self._decoding.progress(request, self._counters.steps)
+        steps = [launched for launched in self._launched if request in launched.requests]
+        oldest = self._launched[0].batch.step if self._launched else self._counters.steps + 1
+        if max((launched.batch.step for launched in steps), default=oldest - 1) != max(last_step, oldest - 1):
+            raise RuntimeError(f"request {request.request_id} is not in step {last_step}, or in a later one too")
+        samples = sum(row.slot == request.slot and row.samples for launched in steps for row in launched.batch.rows)
+        if request.status is RequestStatus.RUNNING and samples != max(num_computed + 1 - request.num_known_tokens, 0):
+            raise RuntimeError(
+                f"request {request.request_id} has computed {num_computed} tokens; {samples} are to come"
+            )
+
+
+def _without(column: Sequence[T], rows: list[int]) -> Sequence[T]:
+    """`column` but for the entries at `rows`, which are sorted."""
+    if not rows:
+        return column
+    left = list(column)
+    for row in reversed(rows):
+        del left[row]
+    return left
 
 
 def _known(name: str, value: int | None) -> int:

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, TokenOutput
+from mini_sglang.request import FinishReason, Request, StepOutputs
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 
@@ -75,11 +75,12 @@ class SimulatedExecutor:
             table[pages.first_index : pages.first_index + len(pages.page_ids)] = pages.page_ids
         self._copy(batch.page_copies)
         # All rows read before any row writes, as if they ran at the same time.
-        sound = [self._read(row) and not fail for row in batch.rows]
+        rows = batch.rows
+        sound = [self._read(row) and not fail for row in rows]
         written: dict[tuple[int, int], int] = {}
-        for row, is_sound in zip(batch.rows, sound, strict=True):
+        for row, is_sound in zip(rows, sound, strict=True):
             self._compute(row, written, is_sound)
-        pairs = zip(batch.rows, sound, strict=True)
+        pairs = zip(rows, sound, strict=True)
         sampled = [self._sample(row, is_sound) for row, is_sound in pairs if row.samples]
         return StepResult(sampled, [None] * len(sampled))
 
@@ -152,7 +153,7 @@ class Simulation:
         self.scheduler.add(request)
         self.requests[request.request_id] = request
 
-    def step(self, *, fail_launch: bool = False, fail_read: bool = False) -> list[TokenOutput]:
+    def step(self, *, fail_launch: bool = False, fail_read: bool = False) -> StepOutputs:
         """Launch the next step and read the oldest one that is due.
 
         With `fail_launch` the executor never sees the step; with `fail_read` it leaves garbage, which shows when read.
@@ -164,7 +165,7 @@ class Simulation:
             result = self.executor.launch(batch, fail=fail_read)
             self._inflight.append((batch, result, fail_read))
         if not self._inflight or (batch is not None and len(self._inflight) <= self.run_ahead):
-            return []
+            return StepOutputs()
         oldest, result, failed = self._inflight.popleft()
         if failed:
             return self._note(self.scheduler.fail(oldest, "the step failed"))
@@ -178,8 +179,8 @@ class Simulation:
             self.step()
         raise RuntimeError(f"work is left after {max_steps} steps: {self.scheduler.stats()}")
 
-    def _note(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        for output in outputs:
+    def _note(self, outputs: StepOutputs) -> StepOutputs:
+        for output in outputs.others:
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
         return outputs

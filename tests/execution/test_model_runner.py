@@ -16,7 +16,7 @@ from mini_sglang.kernels.base import TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.registry import build_model
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NO_DECODES, DecodeRows, NewPages, NewRow, Row, ScheduledBatch
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.model_config import load_model_config
@@ -65,7 +65,8 @@ def prompts() -> ScheduledBatch:
     slots = [5 - index for index in range(len(PROMPTS))]
     return ScheduledBatch(
         step=1,
-        rows=[Row(slot, 0, len(prompt), True) for slot, prompt in zip(slots, PROMPTS, strict=True)],
+        decodes=NO_DECODES,
+        chunks=[Row(slot, 0, len(prompt), True) for slot, prompt in zip(slots, PROMPTS, strict=True)],
         new_rows=[
             NewRow(slot, prompt, len(prompt), params, seed=7 * slot)
             for slot, prompt, params in zip(slots, PROMPTS, PARAMS, strict=True)
@@ -79,8 +80,9 @@ def prompts() -> ScheduledBatch:
 
 def decodes(step: int) -> ScheduledBatch:
     """The `step`-th token after the prompts of every request."""
-    rows = [Row(5 - index, len(prompt) + step, 1, True) for index, prompt in enumerate(PROMPTS)]
-    return ScheduledBatch(step + 2, rows, [], [], [])
+    slots = tuple(5 - index for index in range(len(PROMPTS)))
+    offsets = tuple(len(prompt) - 2 for prompt in PROMPTS)
+    return ScheduledBatch(step + 2, DecodeRows(slots, offsets), [], [], [], [])
 
 
 def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runner: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NO_DECODES, NewPages, NewRow, Row, ScheduledBatch
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -17,7 +17,8 @@ def table() -> RequestTable:
     result.apply(
         ScheduledBatch(
             step=1,
-            rows=[],
+            decodes=NO_DECODES,
+            chunks=[],
             new_rows=[NewRow(2, list(range(100, 107)), 7, PARAMS, 0), NewRow(0, [200, 201], 1, PARAMS, 5)],
             new_pages=[NewPages(2, 0, [5, 1]), NewPages(0, 0, [4]), NewPages(2, 2, [7])],
             page_copies=[],

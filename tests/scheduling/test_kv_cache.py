@@ -78,10 +78,13 @@ def test_a_page_computed_twice_is_exchanged_for_the_cached_one() -> None:
 def test_a_page_that_decoding_fills_can_be_found_at_once() -> None:
     kv = KVCacheManager(num_pages=8, page_size=2)
     running = start(kv, [1, 2, 3])
-    kv.append_token(running, 4, step=1)
+    running.output_ids.append(4)
+    kv.publish_filled(step=1)
     assert kv.match(request([1, 2, 3, 4, 5])).num_tokens == 3
     running.num_computed_tokens = 4
-    kv.append_token(running, 5, step=2)
+    running.output_ids.append(5)
+    assert kv.reserve(running, 5)
+    kv.publish_filled(step=2)
     assert kv.match(request([1, 2, 3, 4, 5])).num_tokens == 4
 
 
@@ -180,7 +183,10 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.kv.commit(running, self.step)
             else:
                 running.output_ids.append(token)
-                self.kv.append_token(running, token, self.step)
+
+    @rule()
+    def publish(self) -> None:
+        self.kv.publish_filled(self.step)
 
     @rule(which=st.integers(0, 100), spoil_from=st.one_of(st.none(), st.none(), st.integers(0, 30)))
     def leave(self, which: int, spoil_from: int | None) -> None:

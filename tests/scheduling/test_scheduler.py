@@ -309,6 +309,7 @@ def test_pages_are_found_as_soon_as_the_step_that_fills_them_was_launched() -> N
 def cached_by_counting(simulation: Simulation, page_size: int, new: Request) -> int:
     """The longest beginning of `new` that any request, running or gone, has left visible so far."""
     best = 0
+    simulation.scheduler.settle()
     for other in simulation.requests.values():
         if other.cache_salt != new.cache_salt or other is new:
             continue

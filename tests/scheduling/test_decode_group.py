@@ -1,0 +1,186 @@
+"""A step costs what is due in it: whoever decodes is not looked at between the steps in which something happens."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import msgspec
+import pytest
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs, TokenLogprobs, TokenOutput
+from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
+from mini_sglang.scheduling.decode_group import DecodeGroup
+from mini_sglang.scheduling.scheduler import Scheduler
+
+END = 7
+
+
+def scheduler(**fields: object) -> Scheduler:
+    defaults = {"page_size": 8, "num_pages": 2048, "context_length": 400}
+    defaults |= {"max_prefill_tokens": 512, "max_running_requests": 64}
+    return Scheduler(EngineConfig(**{**defaults, **fields}))  # type: ignore[arg-type]
+
+
+def add(scheduler: Scheduler, name: str, prompt: list[int] | None = None, **params: object) -> Request:
+    request = Request(name, prompt or [1, 2], SamplingParams(**params), frozenset([END]))  # type: ignore[arg-type]
+    scheduler.add(request)
+    return request
+
+
+def launch(scheduler: Scheduler) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    return batch
+
+
+def read(scheduler: Scheduler, batch: ScheduledBatch, *token_ids: int) -> StepOutputs:
+    """Read a step; one token id stands for one that every row samples."""
+    count = sum(row.samples for row in batch.rows)
+    tokens = list(token_ids) * count if len(token_ids) == 1 else list(token_ids)
+    return scheduler.update(batch, StepResult(tokens, [None] * count))
+
+
+def decoding(count: int, **fields: object) -> Scheduler:
+    """`count` requests that have their first token."""
+    result = scheduler(**fields)
+    for number in range(count):
+        add(result, str(number), [number, number])
+    read(result, launch(result), 5)
+    return result
+
+
+def calls(count: int) -> int:
+    """Python functions that a step between two pages calls with `count` requests decoding."""
+    subject = decoding(count)
+    read(subject, launch(subject), 5)
+    seen = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal seen
+        seen += event == "call"
+
+    result = StepResult([5] * count, [None] * count)
+    sys.setprofile(note)
+    try:
+        subject.update(launch(subject), result)
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_a_step_between_two_pages_does_as_much_for_one_request_as_for_sixty() -> None:
+    assert calls(1) == calls(60)
+
+
+def test_steps_share_one_object_for_their_rows_until_somebody_comes_or_goes() -> None:
+    subject = decoding(3)
+    first, second = launch(subject), launch(subject)
+    assert second.decodes is first.decodes
+    assert [row.start for row in first.rows] == [2, 2, 2]
+    assert [row.start for row in second.rows] == [3, 3, 3]
+    subject.abort("1")
+    third = launch(subject)
+    assert third.decodes.slots == (first.decodes.slots[0], first.decodes.slots[2])
+    add(subject, "new")
+    joining, joined = launch(subject), launch(subject)
+    assert (joining.decodes, len(joining.chunks)) == (third.decodes, 1)
+    assert (len(joined.decodes), joined.chunks) == (3, [])
+
+
+def test_tokens_come_as_columns_and_what_is_special_by_itself() -> None:
+    subject = decoding(3)
+    outputs = read(subject, launch(subject), 4, END, 6)
+    assert (outputs.request_ids, outputs.token_ids) == (["0", "2"], [4, 6])
+    (ended,) = outputs.others
+    assert (ended.request_id, ended.token_ids, ended.finish_reason) == ("1", [END], FinishReason.STOP)
+    assert (len(outputs), outputs.num_tokens) == (3, 3)
+    assert {output.request_id: output.token_ids for output in outputs} == {"0": [4], "2": [6], "1": [END]}
+
+
+def test_columns_survive_the_wire() -> None:
+    outputs = StepOutputs(("a", "b"), [1, 2], [TokenOutput(request_id="c", token_ids=[3])])
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(outputs), type=StepOutputs)
+    assert list(decoded) == list(outputs)
+
+
+def test_an_end_token_of_one_request_does_not_end_another() -> None:
+    subject = scheduler()
+    add(subject, "stops")
+    add(subject, "ignores", [3, 4], ignore_eos=True)
+    read(subject, launch(subject), 5)
+    outputs = read(subject, launch(subject), END)
+    assert {output.request_id: output.finish_reason for output in outputs} == {
+        "stops": FinishReason.STOP,
+        "ignores": None,
+    }
+
+
+def test_logprobs_reach_those_who_asked() -> None:
+    subject = scheduler()
+    add(subject, "plain")
+    add(subject, "asks", [3, 4], logprobs=1)
+    read(subject, launch(subject), 5)
+    entry = TokenLogprobs([6], [-0.5])
+    outputs = subject.update(launch(subject), StepResult([5, 6], [None, entry]))
+    assert {output.request_id: output.logprobs for output in outputs} == {"plain": None, "asks": [entry]}
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
+def test_tokens_on_their_way_to_a_request_that_has_ended_are_dropped(reason: FinishReason) -> None:
+    subject = decoding(2)
+    batches = [launch(subject), launch(subject)]
+    subject.abort("0", reason)
+    for batch in batches:
+        outputs = read(subject, batch, 8, 9)
+        assert (list(outputs.request_ids), list(outputs.token_ids), outputs.others) == (["1"], [9], [])
+    subject.check()
+
+
+def test_a_member_leaves_with_the_step_that_samples_its_last_token() -> None:
+    subject = scheduler()
+    request = add(subject, "a", max_tokens=3)
+    batches = [launch(subject) for _ in range(3)]
+    assert subject.schedule() is None
+    endings = [[output.finish_reason for output in read(subject, batch, 5)] for batch in batches]
+    assert endings == [[None], [None], [FinishReason.LENGTH]]
+    assert request.output_ids == [5, 5, 5]
+
+
+def test_a_page_is_asked_for_in_the_step_that_begins_it() -> None:
+    subject = scheduler(page_size=4)
+    add(subject, "a", [1, 2, 3])
+    pages = []
+    for _ in range(7):
+        batch = launch(subject)
+        pages.append([(new.first_index, len(new.page_ids)) for new in batch.new_pages])
+        read(subject, batch, 5)
+    assert pages == [[(0, 1)], [], [(1, 1)], [], [], [], [(2, 1)]]
+
+
+def test_counters_are_right_whenever_somebody_asks() -> None:
+    subject = scheduler()
+    request = add(subject, "a")
+    read(subject, launch(subject), 5)
+    for step in range(2, 12):
+        batch = launch(subject)
+        subject.settle()
+        assert (request.num_computed_tokens, request.last_step, request.num_tokens) == (step + 1, step, step + 2)
+        read(subject, batch, 5)
+
+
+def test_a_result_of_the_wrong_length_is_refused() -> None:
+    subject = decoding(2)
+    with pytest.raises(ValueError, match="step 2 samples 2 tokens, not 1"):
+        subject.update(launch(subject), StepResult([5], [None]))
+
+
+def test_check_finds_a_member_that_no_calendar_has() -> None:
+    group = DecodeGroup(page_size=4)
+    request = Request("a", [1, 2], SamplingParams(), max_num_tokens=9, slot=0, page_ids=[0], num_computed_tokens=2)
+    group.join(request, step=1)
+    group.check(launched=0)
+    group.take_beginning_page(3)
+    with pytest.raises(RuntimeError, match="a calendar has"):
+        group.check(launched=2)
