@@ -219,7 +219,8 @@ class TestDummyWeights:
     def fill(self, model: torch.nn.Module, seed: int, *, backwards: bool = False) -> dict[str, torch.Tensor]:
         store = Store(model)
         names = sorted(store.slots, reverse=backwards)
-        load_dummy_weights({name: store.slots[name] for name in names}, seed=seed, show_progress=False)
+        slots = {name: store.slots[name] for name in names}
+        load_dummy_weights(slots, seed=seed, device=torch.device("cpu"), show_progress=False)
         return store.values
 
     def test_depend_on_seed_and_name_alone(self, write_checkpoint: Write) -> None:
