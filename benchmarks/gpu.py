@@ -164,7 +164,7 @@ def parity(bench: Bench) -> Iterator[Figures]:
 
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[Figures]]] = {
-    section.__name__: section for section in (offline, single, host, kernels, start, deterministic, parity)
+    section.__name__: section for section in (host, single, kernels, offline, start, deterministic, parity)
 }
 
 

@@ -150,8 +150,12 @@ def _alone(engine: RecordedEngine, count: int, rng: random.Random) -> tuple[list
         else:
             before = everyone[index - count * 6 // 10]
             prompt = before.prompt + before.answer + _tokens(rng, rng.randint(1, 100), vocab)
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.8]), seed=index, max_tokens=rng.randint(40, 80), ignore_eos=True
+        params = SamplingParams(  # with logprobs, every step is completed by the host, where the logits are recorded
+            temperature=rng.choice([0.0, 0.8]),
+            seed=index,
+            max_tokens=rng.randint(40, 80),
+            ignore_eos=True,
+            logprobs=0,
         )
         request = Request(index, prompt, params)
         everyone.append(request)

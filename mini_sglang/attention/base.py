@@ -31,10 +31,10 @@ class AttentionPlan(Protocol):
         """Where the keys and values of the step's tokens have to lie before `attend` of that layer."""
         ...
 
-    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """Attend q [T, heads, head_dim] causally: a token at position p sees its row's positions 0 to p.
 
-        Returns [T, heads, head_dim]. `ahead` is the weight that is needed next: a backend may begin to fetch it.
+        Returns [T, heads, head_dim].
         """
         ...
 

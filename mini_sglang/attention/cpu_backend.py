@@ -44,6 +44,6 @@ class CpuDecodePlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         keys, values = self._pool.key_cells[layer], self._pool.value_cells[layer]
         return self._kernels.attend(q.contiguous(), keys, values, self._page_table, self._lengths, self._pool.page_size)

@@ -82,7 +82,7 @@ class FlashAttnPlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """Attend q [T, heads, head_dim] to what the pool holds, the step's own tokens included -> the same shape"""
         keys, values = self._pool.layers[layer].unbind()
         table = {"page_table" if _HAS_3 else "block_table": self._page_table}

@@ -72,7 +72,7 @@ class FlashInferPlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         keys, values = self._pool.layers[layer].unbind()
         attended: torch.Tensor = self._wrapper.run(q.contiguous(), (keys, values))
         return attended

@@ -47,7 +47,7 @@ class ReferencePlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         if self._decode is not None and not self._chunks:
             return self._decode.run(q, layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -143,10 +143,10 @@ class TritonDecodePlan:
     def target(self, layer: int) -> KVCells:
         return self._backend.pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         pool = self._backend.pool
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._backend.decode.run(q, pool.key_cells[layer], pool.value_cells[layer], self._page_table, out, ahead)
+        self._backend.decode.run(q, pool.key_cells[layer], pool.value_cells[layer], self._page_table, out)
         return out
 
 
@@ -174,7 +174,7 @@ class TritonPlan:
     def target(self, layer: int) -> KVCells:
         return self._backend.pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """Attend q [T, heads, head_dim] to what the pool holds, the step's own tokens included -> the same shape"""
         pool = self._backend.pool
         keys, values = pool.key_cells[layer], pool.value_cells[layer]

@@ -119,15 +119,16 @@ def measure_offline(engine: Engine, workload: Workload, *, runs: int = 2, profil
     """
     vocab_size = engine.model_config.vocab_size
     _, *measured = [run(engine, workload.shifted(index, vocab_size)) for index in range(runs + 1)]
+    most = min(engine.config.max_running_requests or 1, len(workload.prompts))
+    host = [host_time(engine, running) for running in sorted({min(16, most), most})]
     profiles: list[Profile] = []
-    if profile_steps:
+    if profile_steps:  # last, since the tracer slows down what the host does after it
         middle = measured[0].steps // 2
         profiler = StepProfiler({"start": 0, "middle": middle}, min(profile_steps, middle))
         run(engine, workload.shifted(runs + 1, vocab_size), before_step=profiler)
         profiler.finish()
         profiles = profiler.profiles
-    most = min(engine.config.max_running_requests or 1, len(workload.prompts))
-    return Offline(measured, [host_time(engine, running) for running in sorted({min(16, most), most})], profiles)
+    return Offline(measured, host, profiles)
 
 
 def run(engine: Engine, workload: Workload, *, before_step: Callable[[int], None] | None = None) -> Run:

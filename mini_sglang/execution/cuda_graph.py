@@ -38,6 +38,7 @@ class StepGraphs:
     ) -> None:
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, GraphStep]] = {}
+        self._views: dict[tuple[int, int], GraphStep] = {}  # (size, rows) -> what a replay leaves of that many rows
         descending = sizes[::-1]  # the largest first: the others fit into its memory
         console = Console(stderr=True)
         for size in track(descending, f"Capturing {name} graphs", console=console, transient=True):
@@ -58,7 +59,9 @@ class StepGraphs:
         """Run the step of `size`; of what it leaves, the first `rows`."""
         graph, outputs = self._graphs[size]
         graph.replay()
-        return GraphStep(outputs.token_ids[:rows], outputs.logits[:rows])
+        if (size, rows) not in self._views:
+            self._views[size, rows] = GraphStep(outputs.token_ids[:rows], outputs.logits[:rows])
+        return self._views[size, rows]
 
 
 class DecodeGraphs:

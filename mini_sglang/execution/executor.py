@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -32,23 +32,38 @@ if TYPE_CHECKING:  # it needs Triton
 logger = logging.getLogger(__name__)
 
 
-class StepHandle:
-    """A launched step. `result` waits for it."""
+class _Landing(NamedTuple):
+    """Where a step's tokens arrive on the host, and the event that says so. Used again when they have been read."""
 
-    def __init__(self, sampled: Sampled) -> None:
+    token_ids: torch.Tensor  # [most rows] int64, pinned
+    arrived: torch.cuda.Event
+
+
+class StepHandle:
+    """A launched step. `result` waits for it, once."""
+
+    def __init__(self, sampled: Sampled, landings: list[_Landing], max_rows: int) -> None:
         self._logprobs = sampled.logprobs
         self._token_ids = sampled.token_ids
-        self._done: torch.cuda.Event | None = None
+        self._landings = landings  # those that are free
+        self._landing: _Landing | None = None
         if sampled.token_ids.is_cuda:
-            self._token_ids = torch.empty_like(sampled.token_ids, device="cpu", pin_memory=True)
+            self._landing = landings.pop() if landings else _new_landing(max_rows)
+            self._token_ids = self._landing.token_ids[: len(sampled.token_ids)]
             self._token_ids.copy_(sampled.token_ids, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+            self._landing.arrived.record()
 
     def result(self) -> StepResult:
-        if self._done is not None:
-            self._done.synchronize()
-        return StepResult(self._token_ids.tolist(), self._logprobs)
+        if self._landing is None:
+            return StepResult(self._token_ids.tolist(), self._logprobs)
+        self._landing.arrived.synchronize()
+        token_ids = self._token_ids.tolist()
+        self._landings.append(self._landing)
+        return StepResult(token_ids, self._logprobs)
+
+
+def _new_landing(max_rows: int) -> _Landing:
+    return _Landing(torch.empty(max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
 
 
 class Executor:
@@ -68,6 +83,7 @@ class Executor:
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         self._max_rows = _resolved(self.config.max_running_requests)
+        self._landings: list[_Landing] = []
         self._device, self._dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
         kernels = _kernels(self.config, self._dtype)
         placement = Placement(self._device, self._dtype, kernels, packed=self.config.weights == "packed")
@@ -85,7 +101,7 @@ class Executor:
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start a step. On a CPU it has finished when this returns, on a GPU it has been queued."""
-        return StepHandle(self._runner.run(batch))
+        return StepHandle(self._runner.run(batch), self._landings, self._max_rows)
 
     def close(self) -> None:
         """Drop the model and the pool."""

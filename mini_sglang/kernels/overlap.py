@@ -40,9 +40,9 @@ def await_inputs(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def fetch_ahead(weight, part, n, K_BYTES: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr):
-    """Bring the first LINES cache lines of ROWS rows of a weight [n, K] into the L2 cache, from row part * ROWS on."""
-    row = part * ROWS + tl.arange(0, ROWS)
+def fetch_ahead(weight, part, n, K_BYTES: tl.constexpr, LINES: tl.constexpr):
+    """Bring the first LINES cache lines of 128 rows of a weight [n, K] into the L2 cache, from row part * 128 on."""
+    row = part * _ROWS_AHEAD + tl.arange(0, _ROWS_AHEAD)
     places = tl.minimum(row, n - 1).to(tl.int64)[:, None] * K_BYTES + tl.arange(0, LINES)[None, :] * 128
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -60,11 +60,11 @@ class Ahead(NamedTuple):
     weight: torch.Tensor | None
     n: int
     programs: int  # that fetch, each a part of the rows
-    constants: dict[str, int]  # AHEAD_K_BYTES, AHEAD_ROWS and AHEAD_LINES, which is 0 for nothing
+    constants: dict[str, int]  # AHEAD_K_BYTES and AHEAD_LINES, which is 0 for nothing
 
 
-def ahead_of(weight: torch.Tensor | None, rows: int, programs: int | None = None) -> Ahead:
-    """The first columns of `weight` [n, K], which `rows` rows are multiplied with next, over at most `programs`.
+def ahead_of(weight: torch.Tensor | None, rows: int) -> Ahead:
+    """The first columns of `weight` [n, K], which `rows` rows are multiplied with next.
 
     Large products are limited by arithmetic, so nothing is fetched for them; rows of a weight begin at a cache line.
     """
@@ -74,9 +74,8 @@ def ahead_of(weight: torch.Tensor | None, rows: int, programs: int | None = None
     lines = min(_AHEAD_BYTES // (128 * n), k_bytes // 128)
     if not lines:
         return _NOTHING
-    part = triton.next_power_of_2(triton.cdiv(n, programs)) if programs else 128
-    constants = {"AHEAD_K_BYTES": k_bytes, "AHEAD_ROWS": part, "AHEAD_LINES": 1 << (lines.bit_length() - 1)}
-    return Ahead(weight, n, triton.cdiv(n, part), constants)
+    constants = {"AHEAD_K_BYTES": k_bytes, "AHEAD_LINES": 1 << (lines.bit_length() - 1)}
+    return Ahead(weight, n, triton.cdiv(n, _ROWS_AHEAD.value), constants)
 
 
 @functools.cache
@@ -84,8 +83,9 @@ def _capability(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
-_AHEAD_BYTES = 4 << 20  # about what the memory delivers during a small kernel and a launch; measured on an H100
+_AHEAD_BYTES = 3 << 20  # about what the memory delivers during a small kernel and a launch; measured on an H100
 _MAX_ROWS_AHEAD = 512
-_NOTHING = Ahead(None, 0, 0, {"AHEAD_K_BYTES": 0, "AHEAD_ROWS": 0, "AHEAD_LINES": 0})
+_ROWS_AHEAD = tl.constexpr(128)  # of a weight, per program that fetches
+_NOTHING = Ahead(None, 0, 0, {"AHEAD_K_BYTES": 0, "AHEAD_LINES": 0})
 _OVERLAPPED = {"OVERLAP": True, "launch_pdl": True}
 _IN_ORDER = {"OVERLAP": False}

@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.overlap import ahead_of, await_inputs, fetch_ahead, overlapped
+from mini_sglang.kernels.overlap import await_inputs, overlapped
 
 _FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
 
@@ -171,24 +171,16 @@ class PagedDecode:
         self._planned = items, num_items
 
     def run(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        page_table: torch.Tensor,
-        out: torch.Tensor,
-        ahead: torch.Tensor | None = None,
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Attend as planned; tokens of no planned row keep what `out` holds.
 
         q [T, heads, head_dim], only its first dimension may be strided; keys, values [num_cells, kv_heads, head_dim];
-        page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype; ahead [N, K]
-        contiguous: the weight that is needed next.
+        page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype.
         """
         check_operands(q, keys, values, out)
         group = self._num_heads // self._num_kv_heads
         items, num_items = self._planned
-        fetched = ahead_of(ahead, q.shape[0], self._programs)
         _decode_kernel[(self._programs,)](
             q,
             keys,
@@ -200,8 +192,6 @@ class PagedDecode:
             self._partial,
             self._partial_lse,
             out,
-            fetched.weight,
-            fetched.n,
             q.stride(0),
             page_table.stride(0),
             items.shape[0] - 1,
@@ -219,7 +209,6 @@ class PagedDecode:
             STAGES=self._tuning.num_stages,
             FIELDS=_FIELDS,
             num_warps=self._tuning.num_warps,
-            **fetched.constants,
             **overlapped(q.device),
         )
 
@@ -374,7 +363,7 @@ def _read_item(items, item, FIELDS: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["last_item", "ahead_n"])
+@triton.jit(do_not_specialize=["last_item"])
 def _decode_kernel(
     q,
     keys,
@@ -386,8 +375,6 @@ def _decode_kernel(
     partial,
     partial_lse,
     out,
-    ahead,
-    ahead_n,
     q_stride,
     table_stride,
     last_item,
@@ -404,9 +391,6 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
-    AHEAD_K_BYTES: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    AHEAD_LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A program takes every num_programs-th item; neighbouring programs read the KV heads of the same tokens."""
@@ -485,9 +469,6 @@ def _decode_kernel(
                 )
         row, token, begin, end = next_row, next_token, next_begin, next_end
         split, splits, length = next_split, next_splits, next_length
-    if AHEAD_LINES > 0:
-        # out of work, while the others finish theirs
-        fetch_ahead(ahead, first_work, ahead_n, AHEAD_K_BYTES, AHEAD_ROWS, AHEAD_LINES)
 
 
 @triton.jit

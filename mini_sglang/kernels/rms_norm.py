@@ -64,14 +64,13 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD_K_BYTES: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
     AHEAD_LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if AHEAD_LINES > 0:  # noqa: SIM102 (decided when the kernel is compiled)
         if row >= rows:
-            fetch_ahead(ahead, tl.program_id(0) - rows, n, AHEAD_K_BYTES, AHEAD_ROWS, AHEAD_LINES)
+            fetch_ahead(ahead, tl.program_id(0) - rows, n, AHEAD_K_BYTES, AHEAD_LINES)
     at = tl.arange(0, BLOCK)
     there = at < tl.where(row < rows, SIZE, 0)
     scale = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)

@@ -57,7 +57,6 @@ def _silu_mul_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD_K_BYTES: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
     AHEAD_LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -65,7 +64,7 @@ def _silu_mul_kernel(
     program = tl.program_id(0)
     if AHEAD_LINES > 0:  # noqa: SIM102 (decided when the kernel is compiled)
         if program >= programs:
-            fetch_ahead(ahead, program - programs, n, AHEAD_K_BYTES, AHEAD_ROWS, AHEAD_LINES)
+            fetch_ahead(ahead, program - programs, n, AHEAD_K_BYTES, AHEAD_LINES)
     row = (program // BLOCKS).to(tl.int64)
     at = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     there = at < tl.where(program < programs, SIZE, 0)

@@ -37,7 +37,7 @@ class Attention:
         q_norm = None if self._q_norm is None else self._q_norm.weight
         k_norm = None if self._k_norm is None else self._k_norm.weight
         q = self._kernels.rope_store(self._qkv(x, norm), rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
-        attended = plan.attend(q, self._layer, ahead=self._out.weight).flatten(1)
+        attended = plan.attend(q, self._layer).flatten(1)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self._out.add_to(x, attended)

@@ -48,9 +48,10 @@ def test_other_weights_are_far_away(checkpoint: Any, write_checkpoint: Any) -> N
 
 def test_modes_are_compared_with_the_default(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(checkpoint.path)
-    assert gpu_parity.equal_modes(model, PROMPTS, "cpu", 8) == dict.fromkeys(list(gpu_parity.MODES)[1:], True)
-    monkeypatch.setitem(gpu_parity.MODES, "no graphs, overlap", {"dtype": "float32"})
-    assert list(gpu_parity.equal_modes(model, PROMPTS, "cpu", 8).values()) == [True, False, True]
+    names = ["overlap on and off", "overlap on and off, no graphs"]
+    assert gpu_parity.equal_modes(model, PROMPTS, "cpu", 8) == dict.fromkeys(names, True)
+    monkeypatch.setitem(gpu_parity.PAIRS, names[1], ({}, {"dtype": "float32"}))
+    assert list(gpu_parity.equal_modes(model, PROMPTS, "cpu", 8).values()) == [True, False]
 
 
 def test_random_models_are_not_flat(checkpoint: Any, tmp_path: Path) -> None:

@@ -54,11 +54,10 @@ def test_twelve_requests_between_two_captured_sizes(
 def test_bits_in_bfloat16_with_graphs_and_overlap_on_and_off(
     tiny_model: Any, on_gpu: Any, run_requests: Any, modes: dict[str, dict[str, Any]], rows: int
 ) -> None:
-    """Tokens and log-probabilities are the same bits in all four modes.
+    """Tokens and log-probabilities are the same bits with overlap on and off, with graphs and without.
 
-    Fair, since all steps have the same rows in the same order and `rows` is a captured size, so that every matrix
-    product has the same shape with a graph and without. Between two captured sizes it has not: cuBLAS may then choose
-    another kernel, and only `deterministic` promises the bits.
+    Between graphs and none the bits are compared in deterministic mode alone: a graph fills its step up to a captured
+    size, for which cuBLAS may choose another kernel.
     """
     prompts = prompts_of(rows, seed=rows)
 
@@ -74,7 +73,7 @@ def test_bits_in_bfloat16_with_graphs_and_overlap_on_and_off(
             kind: [[(o.token_ids, o.logprobs) for o in of_prompt] for of_prompt in run] for kind, run in runs.items()
         }
 
-    default, *others = (outputs(settings) for settings in modes.values())
-    for other, name in zip(others, list(modes)[1:], strict=True):
-        for kind in default:
-            assert other[kind] == default[kind], f"{kind}: {name} differs from {next(iter(modes))}"
+    assert outputs(modes["graphs, overlap"]) == outputs(modes["graphs"])
+    assert outputs(modes["overlap"]) == outputs(modes["neither"])
+    exact = {"deterministic": True}
+    assert outputs(modes["graphs, overlap"] | exact) == outputs(modes["neither"] | exact)
