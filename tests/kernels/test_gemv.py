@@ -61,10 +61,10 @@ def test_model_shapes_in_bfloat16(n: int, k: int, rows: int) -> None:
     x, weight = operands(rows, n, k, torch.bfloat16, "cuda")
     norm, residual = Norm(weight[0].contiguous() + 1, 1e-6), x[:, :1].expand(rows, n).contiguous()
     for extras in ({"norm": norm, "gated": True}, {"residual": residual}, {}):
-        expected = gemv_reference(x, weight, **extras)  # type: ignore[arg-type]
+        expected = gemv_reference(x, weight, **extras)
         if "residual" in extras:
             extras["residual"] = residual.clone()
-        torch.testing.assert_close(gemv(x, weight, **extras), expected, rtol=2e-2, atol=2e-2)  # type: ignore[arg-type]
+        torch.testing.assert_close(gemv(x, weight, **extras), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_more_rows_are_refused() -> None:
