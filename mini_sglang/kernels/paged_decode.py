@@ -417,6 +417,8 @@ def _decode_kernel(
         if TOKENS > 1:
             lengths = tl.minimum(length + token_of_row, end)  # spare rows copy the last token's
             q_mask = (length + token_of_row <= end)[:, None] & (dims < HEAD_DIM)[None, :]
+        elif MAX_SPLITS == 1:  # an idle tile of a prompt step is an item without positions
+            q_mask = (heads < tl.where(begin < end, GROUP, 0))[:, None] & (dims < HEAD_DIM)[None, :]
         first_head = kv_head * (GROUP * HEAD_DIM)
         q_places = token_place * q_stride + first_head + in_q[:, None] + dims[None, :]
         q_tile = tl.load(q + q_places, mask=q_mask, other=0.0)

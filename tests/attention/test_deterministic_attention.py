@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
@@ -53,3 +54,20 @@ def test_deterministic_plans_give_a_token_the_same_bits_in_every_step() -> None:
         decodes = torch.stack((q[0, position], q[1, 19], q[2, 0]))
         out = backend.plan_decode(table, torch.empty(0, dtype=torch.int64), lengths).attend(decodes, 0)
         assert torch.equal(out[0], whole[position])
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+def test_idle_tiles_write_nothing_behind_a_full_step(heads: int) -> None:
+    """Also where a KV head has so many query heads that a tile holds one token."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pool = KVPool(
+        num_layers=1, num_pages=8, page_size=16, num_kv_heads=1, head_dim=64, dtype=torch.float32, device=device
+    )
+    backend = TritonBackend(pool, num_heads=heads, dtype=torch.float32, max_rows=4, deterministic=True)
+    tiles = backend.prompt_tiles([0], [8], backend.max_prompt_tiles(2, 8), idle_row=2)
+    with device:
+        table, starts, counts = torch.zeros(3, 4, dtype=torch.int64), torch.tensor([0, 0, 0]), torch.tensor([8, 0, 0])
+        backend.plan_prompts(table, torch.arange(8), starts, counts, torch.tensor(tiles))
+        out, q = torch.zeros(9, heads, 64), torch.randn(8, heads, 64)
+    backend.decode.run(q, pool.key_cells[0], pool.value_cells[0], table, out[:8])
+    assert not out[8].any()
