@@ -33,7 +33,9 @@ class EngineConfig:
     seed: int = _option(0, "seed of dummy weights")
 
     page_size: int = _option(16, "tokens per page of the KV cache")
-    num_pages: int | None = _option(None, "pages of the KV cache; none: as many as fit kv_cache_bytes")
+    num_pages: int | None = _option(
+        None, "pages of the KV cache; none: what fits kv_cache_bytes on a CPU, mem_fraction on a GPU"
+    )
     kv_cache_bytes: int = _option(1 << 30, "bytes of the KV cache on a CPU, where num_pages is not given")
     kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "fp8: e4m3, which ends at 448; auto: the same as dtype")
     cache: Literal["radix", "naive"] = _option("radix", "radix: reuse the KV of shared prefixes; naive: reuse nothing")

@@ -21,7 +21,7 @@ class AttentionMetadata:
     starts: list[int]  # R: position of each row's first token in this step
     counts: list[int]  # R: tokens of each row in this step
     page_table: torch.Tensor  # [R, max pages] int64: page ids of each row
-    cells: torch.Tensor  # [T] int64: slot in the pool (page id * page_size + offset) of each token
+    cells: torch.Tensor  # [T] int64: place in the pool (page id * page_size + offset) of each token
 
 
 class AttentionPlan(Protocol):

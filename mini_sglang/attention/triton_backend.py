@@ -15,7 +15,7 @@ import torch
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.kernels.base import KVCells
-from mini_sglang.kernels.paged_decode import DecodeTuning, PagedDecode, decode_tuning, split_tokens_for
+from mini_sglang.kernels.paged_decode import PagedDecode, decode_tuning, split_tokens_for
 from mini_sglang.kernels.paged_prefill import PrefillTuning, paged_prefill, prefill_tiles, prefill_tuning
 
 
@@ -29,19 +29,15 @@ class TritonBackend:
         num_heads: int,
         dtype: torch.dtype,
         max_rows: int,
-        split_tokens: int | None = None,
-        tuning: DecodeTuning | None = None,
         deterministic: bool = False,
     ) -> None:
         """`dtype` is that of queries, `max_rows` the most rows of a step.
 
-        With `split_tokens` a decoded row's bits depend on that row alone; without, the number of rows decides. With
-        `deterministic` a token has the same bits decoded and as part of any chunk.
+        With `deterministic` a token has the same bits decoded, whatever else is decoded, and as part of any chunk.
         """
         self.pool = pool
-        self._split_tokens = split_tokens
         self._deterministic = deterministic
-        tuning = tuning or decode_tuning(pool.head_dim, dtype)
+        tuning = decode_tuning(pool.head_dim, dtype)
         self.group = num_heads // pool.num_kv_heads
         device = pool.layers[0].device
         if deterministic:  # the decode kernel's tiles
@@ -130,7 +126,7 @@ class TritonBackend:
 
     def split_tokens(self, rows: int) -> int:
         """Tokens per split of a step that decodes `rows` rows."""
-        return self._split_tokens or split_tokens_for(rows, self.pool.num_kv_heads)
+        return split_tokens_for(rows, self.pool.num_kv_heads)
 
 
 class TritonDecodePlan:

@@ -174,8 +174,7 @@ class Executor:
 
     def _warm_up(self) -> None:
         """Run what is compiled on first use, in a page that nobody holds yet, and capture graphs."""
-        with torch.inference_mode():
-            self._runner.run(self._prompt_step(1))
+        self._runner.run(self._prompt_step(1))
         if self._device.type == "cuda":
             self._runner.run(self._prompt_step(min(self.config.page_size, self.model_config.context_length, 16)))
             max_rows = _resolved(self.config.cuda_graph_max_bs)

@@ -14,12 +14,12 @@ import torch
 
 from mini_sglang.attention.base import AttentionBackend, AttentionPlan
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
-from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows
+from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.scheduling.batch import Row
 
 _SPARE = 64  # tokens that no step is too small to compute in vain
-_FINE_UP_TO = 2048  # tokens: beyond, a step keeps the device busy for longer than the host needs to launch it
+_FINE_UP_TO = 2048  # tokens: in larger steps launching is a smaller part, and only full ones have a graph
 
 
 @runtime_checkable
@@ -102,16 +102,12 @@ class PromptGraphs:
         per_row, per_sample = self._order[: 3 * (rows + 1)], self._order[3 * (rows + 1) : 6 * rows + 3]
         slots, starts, counts = per_row.view(3, rows + 1)
         sampling_slots, sampling_positions, logit_rows = per_sample.view(3, rows)
-        ends = counts.cumsum(0)
-        row_of_token = torch.repeat_interleave(counts, output_size=size)
-        slot_of_token = slots[row_of_token]
-        positions = torch.arange(size, device=slots.device) + (starts - ends + counts)[row_of_token]
+        slot_of_token, positions = spread(slots, starts, counts, size)
         positions = torch.where(slot_of_token == table.idle_slot, 0, positions)
-        pages = table.page_table[slot_of_token, positions // table.page_size]
         table.num_computed[slots] = torch.where(slots == table.idle_slot, 0, starts + counts)
         plan = self._backend.plan_prompts(
             table.page_table[slots],
-            pages * table.page_size + positions % table.page_size,
+            table.cells(slot_of_token, positions),
             starts,
             counts,
             self._order[6 * rows + 3 :][: self._backend.max_prompt_tiles(rows, size)],
@@ -123,6 +119,6 @@ class PromptGraphs:
 
 
 def prompt_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens, each at most a quarter above the one before, up to 2,048; and `max_tokens`, a full step."""
-    sizes = [step * eighth for step in (64, 128, 256) for eighth in (range(1, 9) if step == 64 else range(5, 9))]
-    return [*(size for size in sizes if size < max_tokens), max_tokens]  # up to _FINE_UP_TO
+    """Numbers of tokens in steps of 64, from 512 on of 128 and from 1,024 on of 256, up to 2,048; and `max_tokens`."""
+    sizes = [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, _FINE_UP_TO + 1, 256)]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]

@@ -81,19 +81,13 @@ class RequestTable:
 
     def expand(self, rows: list[Row]) -> StepInputs:
         """The tensors of a step that computes `rows`."""
-        device = self._device
         starts, counts = [row.start for row in rows], [row.count for row in rows]
         slot_of_row, start_of_row, count_of_row = self.send([[row.slot for row in rows], starts, counts])
         self.num_computed[slot_of_row] = start_of_row + count_of_row
         num_tokens = sum(counts)
-        if num_tokens == len(rows):  # one token each: rows are tokens
-            slots, positions = slot_of_row, start_of_row
-        else:
-            first_of_row = count_of_row.cumsum(0) - count_of_row
-            row_of_token = torch.repeat_interleave(count_of_row, output_size=num_tokens)
-            slots = slot_of_row[row_of_token]
-            positions = torch.arange(num_tokens, device=device) + (start_of_row - first_of_row)[row_of_token]
-        pages = self.page_table[slots, positions // self.page_size]
+        slots, positions = slot_of_row, start_of_row
+        if num_tokens > len(rows):  # else one token each: rows are tokens
+            slots, positions = spread(slot_of_row, start_of_row, count_of_row, num_tokens)
         return StepInputs(
             input_ids=self.tokens[slots, positions],
             positions=positions,
@@ -102,9 +96,13 @@ class RequestTable:
                 starts=starts,
                 counts=counts,
                 page_table=self.page_table[slot_of_row],
-                cells=pages * self.page_size + positions % self.page_size,
+                cells=self.cells(slots, positions),
             ),
         )
+
+    def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where in the pool the token of each slot [T] at its position [T] lies, as page id * page_size + offset [T]"""
+        return self.page_table[slots, positions // self.page_size] * self.page_size + positions % self.page_size
 
     def sampling(self, rows: list[Row]) -> SamplingBatch:
         """How to sample `rows` (all of them sample), each at position start + count."""
@@ -134,6 +132,19 @@ class RequestTable:
         """Write the sampled tokens, one per row, behind the tokens just computed. token_ids [len(rows)]"""
         slots, positions = self.send([[row.slot for row in rows], [row.start + row.count for row in rows]])
         self.tokens[slots, positions] = token_ids.to(torch.int32)
+
+
+def spread(
+    slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of `counts` tokens, `num_tokens` in all, from `starts` on -> slot and position of each token [T]
+
+    slots, starts, counts [R] int64, on the device; nothing is read back from it.
+    """
+    row_of_token = torch.repeat_interleave(counts, output_size=num_tokens)
+    first_of_row = counts.cumsum(0) - counts
+    positions = torch.arange(num_tokens, device=counts.device) + (starts - first_of_row)[row_of_token]
+    return slots[row_of_token], positions
 
 
 def last_tokens_of_sampling_rows(rows: list[Row]) -> list[int]:

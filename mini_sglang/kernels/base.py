@@ -67,7 +67,10 @@ class Norm:
 class Matrix(Protocol):
     """Weights W [out, in] and perhaps a bias, laid out for a device, and what a layer does with them. T tokens."""
 
-    weight: torch.Tensor | None  # as it is read, [out, in] contiguous; None where it was laid out in another way
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """As it is read, [out, in] contiguous; None where it was laid out in another way."""
+        ...
 
     def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """x W^T + bias, of x or of its norm. x [T, in] -> [T, out]"""
@@ -158,14 +161,12 @@ class TorchMatrix:
     """`Matrix` in PyTorch, around the norm and the gating of any kernels."""
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._kernels, self._bias = kernels, bias
-        self.weight: torch.Tensor | None = weight
-        self._weight = weight
+        self._kernels, self.weight, self._bias = kernels, weight, bias
 
     def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         if norm is not None:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self._bias)
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))
@@ -173,4 +174,4 @@ class TorchMatrix:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self._bias is not None:
             return residual + self.product(x)
-        return residual.addmm_(x, self._weight.t())  # the product is added where it is made
+        return residual.addmm_(x, self.weight.t())  # the product is added where it is made

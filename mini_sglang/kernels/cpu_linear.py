@@ -22,7 +22,7 @@ class CpuMatrix:
     def __init__(
         self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None
     ) -> None:
-        self.weight: torch.Tensor | None = None
+        self.weight = None
         self._kernels = kernels
         self._dense = PrepackedMatrix(weight, bias)
         self._int4 = Int4Matrix(blocks, bias) if blocks is not None and Int4Matrix.supports(blocks) else None

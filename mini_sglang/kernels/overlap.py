@@ -5,8 +5,9 @@ Kernels may start while the one before them still runs (programmatic dependent l
 A kernel launched with `overlapped(device)` may begin before its predecessor on the stream has ended. Until it has
 called `await_inputs` it may read only what no kernel in flight writes: weights, or what was written at least two
 kernels ago. So it can fetch its weights while the predecessor's last programs drain, and launch latency disappears.
-Each kernel lets its successor start only after its own wait, so at most two are in flight, and waiting for one means
-that all before it have ended.
+Each of ours lets its successor start only after its own wait, so at most two of them are in flight, and waiting for one
+means that all before it have ended; kernels of libraries start when all before them have. Every program has to reach
+`await_inputs`: one that returns before would let its successors start too early.
 
 And a small kernel, which leaves the memory idle, can have the first weights of the product behind it brought into the
 L2 cache: `fetch_ahead`. Nobody waits for them, so they also arrive while the next kernel is being launched.

@@ -57,46 +57,44 @@ class TritonMatrix:
     """`Matrix` on a GPU: a few rows go through one fused kernel that reads weights at full speed, more to cuBLAS."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight: torch.Tensor | None = weight
-        self._weight, self._bias = weight, bias
+        self.weight, self._bias = weight, bias
 
     def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         if _is_few(x):
-            return gemv(x, self._weight, bias=self._bias, norm=norm)
+            return gemv(x, self.weight, bias=self._bias, norm=norm)
         if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, ahead=self._weight)
-        return F.linear(x, self._weight, self._bias)
+            x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
+        return F.linear(x, self.weight, self._bias)
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
-            return gemv(x, self._weight, bias=self._bias, norm=norm, gated=True)
+            return gemv(x, self.weight, bias=self._bias, norm=norm, gated=True)
         return silu_mul(self.product(x, norm), ahead=ahead)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if _is_few(x):
-            return gemv(x, self._weight, bias=self._bias, residual=residual)
+            return gemv(x, self.weight, bias=self._bias, residual=residual)
         if self._bias is not None:
             return residual + self.product(x)
-        return residual.addmm_(x, self._weight.t())  # the product is added where it is made
+        return residual.addmm_(x, self.weight.t())  # the product is added where it is made
 
 
 class InvariantMatrix:
     """`Matrix` on a GPU whose products add in one order, however many rows there are."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight: torch.Tensor | None = weight
-        self._weight, self._bias = weight, bias
+        self.weight, self._bias = weight, bias
 
     def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, ahead=self._weight)
-        return matmul(x, self._weight, self._bias)
+            x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
+        return matmul(x, self.weight, self._bias)
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return silu_mul(self.product(x, norm), ahead=ahead)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return matmul(x, self._weight, self._bias, residual=residual)
+        return matmul(x, self.weight, self._bias, residual=residual)
 
 
 def _is_few(x: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ class Embedding:
         self._table = torch.empty(vocab_size, hidden_size, dtype=placement.dtype, device=placement.device)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids [tokens] int64 -> [tokens, hidden]"""
+        """input_ids [tokens] int32 or int64 -> [tokens, hidden]"""
         return F.embedding(input_ids, self._table)
 
     def weight_slot(self, tied_head: Linear | None = None) -> WeightSlot:

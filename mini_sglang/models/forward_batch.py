@@ -11,7 +11,7 @@ from mini_sglang.attention.base import AttentionPlan
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    input_ids: torch.Tensor  # [T] int64
+    input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
     logit_rows: torch.Tensor | None  # [S] int64: indices of tokens whose logits are wanted; None: all
     plan: AttentionPlan
