@@ -4,9 +4,9 @@ The draw is a race: token i finishes after noise(seed, position, i) / exp(logit 
 keeps the upper end of one order (logit descending, token id ascending), so if the winner among all tokens is kept, it
 also wins among the kept; if not, nothing at or below it is kept, and the tokens above it race again.
 
-1. `_race_kernel`, several programs per row: the winner of each split and, for rows with a filter, the mass of the split
-   and the largest logit of every 32 tokens (a group).
-2. `_choose_kernel`, one program per row: the winner of all splits. For rows with a filter it looks only into groups
+1. `_race_kernel`, several programs per row: the winner of each block of tokens and, for rows with a filter, the mass of
+   the block and the largest logit of every 32 tokens (a group).
+2. `_choose_kernel`, one program per row: the winner of all blocks. For rows with a filter it looks only into groups
    whose largest logit reaches the winner's: usually a handful, which say how many tokens and how much mass lie above.
 
 Rows are sampled by the state of their slots. The definition, and the twin in PyTorch, is `execution/sampler.py`.
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-_MAX_SPLITS = 32  # programs per row: one alone would take a long vocabulary too slowly
-_BLOCK = 2048  # tokens per iteration of a split
+_PROGRAMS = 1056  # that race at the same time: eight on each multiprocessor of an H100
+_BLOCK = 2048  # tokens that share one winner in the first list
 _GROUP = 32  # tokens that share one entry in the list of largest logits
 _TILE = 64  # groups looked into at a time
 _ON_GPU = tl.constexpr(torch.cuda.is_available())  # else in the interpreter, which has no libdevice
@@ -55,16 +55,15 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("the logits of a row must be contiguous")
-    blocks = triton.cdiv(vocab, _BLOCK)
-    split_size = triton.cdiv(blocks, _MAX_SPLITS) * _BLOCK
-    splits, groups = triton.cdiv(vocab, split_size), triton.cdiv(vocab, _GROUP)
+    blocks, groups = triton.cdiv(vocab, _BLOCK), triton.cdiv(vocab, _GROUP)
+    blocks_per_program = triton.cdiv(blocks, max(1, _PROGRAMS // rows))
     device = logits.device
-    bests = torch.empty(rows, splits, 3, dtype=torch.float32, device=device)  # score, largest logit, mass
-    winners = torch.empty(rows, splits, dtype=torch.int32, device=device)
+    bests = torch.empty(rows, blocks, 3, dtype=torch.float32, device=device)  # score, largest logit, mass of a block
+    winners = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     group_maxima = torch.empty(rows, groups, dtype=torch.float32, device=device)
     group_list = torch.empty(rows, groups, dtype=torch.int32, device=device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
-    _race_kernel[(rows, splits)](
+    _race_kernel[(rows, triton.cdiv(blocks, blocks_per_program))](
         logits,
         slots,
         positions,
@@ -76,7 +75,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         group_maxima,
         vocab,
         groups,
-        split_size,
+        blocks_per_program,
         logits.stride(0),
         state.idle_slot,
         BLOCK=_BLOCK,
@@ -103,8 +102,8 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         logits.stride(0),
         state.tokens.stride(0),
         state.idle_slot,
-        SPLITS=splits,
-        SPLITS_PAD=triton.next_power_of_2(splits),
+        BLOCKS=blocks,
+        BLOCKS_PAD=triton.next_power_of_2(blocks),
         GROUPS_PAD=triton.next_power_of_2(groups),
         GROUP=_GROUP,
         TILE=_TILE,
@@ -114,7 +113,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
     return token_ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_per_program", "idle_slot"])
 def _race_kernel(
     logits,
     slots,
@@ -127,18 +126,20 @@ def _race_kernel(
     group_maxima,
     vocab,
     num_groups,
-    split_size,
+    blocks_per_program,
     stride,
     idle_slot,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     SETTINGS: tl.constexpr,
 ):
-    """One program finds the winner of one split of a row. Every lane runs its own race until the end.
+    """One program finds the winners of consecutive blocks of a row, but for blocks that cannot hold the row's.
 
-    A lane's score and mass are relative to its largest logit so far, so that no temperature overflows.
+    A block's scores and mass are relative to its largest logit, so that no temperature overflows and no bit depends on
+    how many programs share a row. Most blocks are passed over for two instructions a token instead of two logarithms:
+    a time -log(1 - u) is at least u, so a token whose u is too late to beat the best score so far has lost.
     """
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, first_block = tl.program_id(0).to(tl.int64), tl.program_id(1) * blocks_per_program
     slot = tl.load(slots + row)
     if slot == idle_slot:
         return
@@ -148,36 +149,39 @@ def _race_kernel(
     filtered = _is_filtered(setting)
     repetition, presence, frequency = _penalties(setting)
     key = _row_key(tl.load(seeds + slot), tl.load(positions + row))
-    lanes = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), -float("inf"), tl.float32)
-    winner = tl.minimum(split * split_size + lanes, vocab - 1)
-    largest = tl.full((BLOCK,), -1e30, tl.float32)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for start in range(split * split_size, tl.minimum((split + 1) * split_size, vocab), BLOCK):
-        token = start + lanes
+    blocks = tl.cdiv(vocab, BLOCK)
+    bar = tl.full((), -float("inf"), tl.float32)  # the best score so far, relative to `bar_top`
+    bar_top = tl.full((), -1e30, tl.float32)
+    for block in range(first_block, tl.minimum(first_block + blocks_per_program, blocks)):
+        token = block * BLOCK + tl.arange(0, BLOCK)
         x = _read(logits + row * stride, counts + slot * vocab, token, token < vocab, repetition, presence, frequency)
-        higher = tl.maximum(largest, x)
-        lowered = (largest - higher) * sharpness
-        score = (x - higher) * sharpness
+        top = tl.maximum(tl.max(x, 0), -1e30)
+        score = (x - top) * sharpness
+        mass = tl.full((), 0.0, tl.float32)
         if filtered:
-            mass = mass * tl.exp(lowered) + tl.exp(score)
-            group = start // GROUP + tl.arange(0, BLOCK // GROUP)
+            mass = tl.sum(tl.exp(score), 0)
+            group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
             tl.store(group_maxima + row * num_groups + group, maxima, mask=group < num_groups)
-        if temperature > 0:
-            score -= _log(_time(token, key))
-        best += lowered
-        winner = tl.where(score > best, token, winner)
-        best = tl.maximum(best, score)
-        largest = higher
-    top = tl.max(largest, 0)
-    lowered = (largest - top) * sharpness
-    score, token = _first(best + lowered, winner, vocab)
-    result = row * tl.num_programs(1) + split
-    tl.store(winners + result, token)
-    tl.store(bests + result * 3, score)
-    tl.store(bests + result * 3 + 1, top)
-    tl.store(bests + result * 3 + 2, tl.sum(mass * tl.exp(lowered), 0))
+        level = bar + (bar_top - top) * sharpness
+        if temperature > 0:  # noqa: SIM108 (one of the two is executed)
+            hopeful = _uniform(token, key) < tl.exp(score - level) * 1.001  # a margin for rounding
+        else:
+            hopeful = x > bar_top
+        best = tl.full((), -float("inf"), tl.float32)
+        winner = tl.minimum(block * BLOCK, vocab - 1)
+        if tl.max(hopeful.to(tl.int32), 0) > 0:
+            if temperature > 0:
+                score -= _log(_time(_uniform(token, key)))
+            best, winner = _first(score, token, vocab)
+            if best > level:
+                bar = best
+                bar_top = top
+        result = row * blocks + block
+        tl.store(winners + result, winner)
+        tl.store(bests + result * 3, best)
+        tl.store(bests + result * 3 + 1, top)
+        tl.store(bests + result * 3 + 2, mass)
 
 
 @triton.jit
@@ -200,14 +204,14 @@ def _choose_kernel(
     stride,
     tokens_stride,
     idle_slot,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
     GROUPS_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     SETTINGS: tl.constexpr,
 ):
-    """One program finds the winner of a row's splits, races again while a filter forbids it, and writes it down."""
+    """One program finds the winner of a row's blocks, races again while a filter forbids it, and writes it down."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot == idle_slot:
@@ -217,9 +221,9 @@ def _choose_kernel(
     setting = settings + slot * SETTINGS
     sharpness = _sharpness(tl.load(setting).to(tl.float32))
     repetition, presence, frequency = _penalties(setting)
-    split = tl.arange(0, SPLITS_PAD)
-    there = split < SPLITS
-    result = row * SPLITS + split
+    block = tl.arange(0, BLOCKS_PAD)
+    there = block < BLOCKS
+    result = row * BLOCKS + block
     largest = tl.load(bests + result * 3 + 1, mask=there, other=-1e30)
     top = tl.max(largest, 0)
     lowered = (largest - top) * sharpness
@@ -370,7 +374,7 @@ def _race_above(
         tempered = (x - top) * sharpness
         number += above.to(tl.int32)
         mass += tl.where(above, tl.exp(tempered), 0.0)
-        score = tl.where(above, tempered - _log(_time(token, key)), -float("inf"))
+        score = tl.where(above, tempered - _log(_time(_uniform(token, key))), -float("inf"))
         winner = tl.where(score > best, token, winner)
         best = tl.maximum(best, score)
     _, first = _first(tl.reshape(best, (TILE * GROUP,)), tl.reshape(winner, (TILE * GROUP,)), vocab)
@@ -515,13 +519,18 @@ def _mix64(x):
 
 
 @triton.jit
-def _time(token, key):
-    """As `exponential_times` in `noise.py`."""
+def _uniform(token, key):
+    """The uniform number in (0, 1) behind a token's time."""
     bits = token.to(tl.uint32) * 0x9E3779B9 + key
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
     bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
-    uniform = (bits.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    return (bits.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+
+
+@triton.jit
+def _time(uniform):
+    """As `exponential_times` in `noise.py`."""
     # -log(1 - u): by its series where the difference from 1 would be lost
     series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * (0.25 + uniform * 0.2))))
     return tl.where(uniform < 0.03, series, -_log(tl.maximum(1.0 - uniform, 1e-30)))
