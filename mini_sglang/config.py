@@ -27,7 +27,7 @@ class EngineConfig:
     model_source: Literal["huggingface", "modelscope"] = _option("huggingface", "hub that a model id is looked up in")
     revision: str | None = _option(None, "branch, tag or commit of a hub model; none: the hub's default")
     load_format: Literal["auto", "dummy"] = _option("auto", "dummy: random weights from the config alone")
-    device: str = _option("auto", "torch device, such as cpu or cuda")
+    device: str = _option("auto", "cpu or cuda; CUDA_VISIBLE_DEVICES=N in the environment chooses among GPUs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "arithmetic of weights and activations")
     weights: Literal["auto", "dense", "packed"] = _option("auto", "packed: GGUF's 4-bit blocks as they are (CPU)")
     seed: int = _option(0, "seed of dummy weights")
@@ -64,6 +64,11 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), least)
         if not 0 < self.mem_fraction <= 1:
             raise ValueError(f"mem_fraction must be greater than 0 and at most 1, got {self.mem_fraction}")
+        if self.device not in _DEVICES:
+            raise ValueError(
+                f"device must be one of {', '.join(_DEVICES)}, got {self.device!r}; "
+                "CUDA_VISIBLE_DEVICES=N in the environment chooses among GPUs"
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -104,6 +109,7 @@ _LEAST = {  # of settings that may be left open
     "run_ahead": 0,
     "cuda_graph_max_bs": 0,
 }
+_DEVICES = ("auto", "cpu", "cuda")
 _CHOICES = {
     "model_source": ("huggingface", "modelscope"),
     "load_format": ("auto", "dummy"),

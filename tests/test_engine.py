@@ -133,6 +133,7 @@ def test_random_weights_depend_on_the_seed_alone(write_checkpoint: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"device": "cuda:1"}, "device must be one of auto, cpu, cuda, got 'cuda:1'; CUDA_VISIBLE_DEVICES"),
         ({"context_length": 1000}, "context_length must be at most the model's 256, got 1000"),
         ({"weights": "packed"}, "weights=packed needs a 4-bit GGUF"),
         ({"kv_cache_bytes": 100}, "kv_cache_bytes must hold at least two pages"),

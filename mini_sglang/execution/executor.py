@@ -213,8 +213,6 @@ def _out_of_memory(advice: str) -> Iterator[None]:
 def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> EngineConfig:
     """`config` with every `auto` and None replaced by what this machine and this model give."""
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {config.device!r}")
     on_cpu = device == "cpu"
     dtype = config.dtype if config.dtype != "auto" else _fastest_dtype(on_cpu)
     context_length = config.context_length or model.context_length
