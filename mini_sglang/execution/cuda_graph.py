@@ -15,7 +15,7 @@ from rich.progress import track
 
 
 class GraphStep(NamedTuple):
-    """What a step leaves behind; its tensors hold until the next replay."""
+    """What a step leaves behind; its tensors hold until the next replay, of whichever graph."""
 
     token_ids: torch.Tensor  # [rows] int64
     logits: torch.Tensor  # [rows, vocab]

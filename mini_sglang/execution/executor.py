@@ -93,7 +93,10 @@ class Executor:
                 load_dummy_weights(self._model.weight_slots(), seed=config.seed, device=self._device)
             else:
                 load_weights(source, self.model_config, self._model.weight_slots(), show_progress=True)
-        with _out_of_memory("the KV cache or a step does not fit: lower mem_fraction, num_pages or max_prefill_tokens"):
+        with _out_of_memory(
+            "the KV cache or a step does not fit: "
+            "lower mem_fraction, num_pages, max_prefill_tokens or cuda_graph_max_bs"
+        ):
             if self.config.num_pages is None:
                 self.config = self.config.replace(num_pages=self._measure_pages())
             self._runner = self._make_runner(_resolved(self.config.num_pages))
@@ -158,6 +161,8 @@ class Executor:
         step_bytes = (torch.cuda.max_memory_allocated(self._device) - before) * rows_per_step
         step_bytes *= 2 if self._prompt_graph_tokens() else 1  # a full step's graph has memory of its own
         step_bytes += 3 * 4 * self._max_rows * self.model_config.vocab_size  # sampling in float32
+        graph_rows = _resolved(self.config.cuda_graph_max_bs)
+        step_bytes += graph_rows * self.model_config.vocab_size * self._dtype.itemsize  # the logits of graphs
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)

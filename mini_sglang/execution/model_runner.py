@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -64,25 +65,31 @@ class ModelRunner:
         """
         table, device = self._table, self._pool.layers[0].device
         memory = torch.cuda.graph_pool_handle()
+        logits = self._model.empty_logits(max_rows)  # of all graphs: what each keeps for itself adds up
+        compute, decode = partial(self.compute, out=logits), partial(self.decode, out=logits)
         if max_tokens:
             backend = self._backends.prefill
             if not isinstance(backend, PromptBackend):
                 raise TypeError(f"{type(backend).__name__} cannot plan prompts inside a CUDA graph")
             sizes = prompt_sizes(max_tokens)
-            self._prompts = PromptGraphs(self.compute, table, backend, max_rows, sizes, memory)
-        self._graphs = DecodeGraphs(self.decode, max_rows, table.idle_slot, device, memory)
+            self._prompts = PromptGraphs(compute, table, backend, max_rows, sizes, memory)
+        self._graphs = DecodeGraphs(decode, max_rows, table.idle_slot, device, memory)
 
-    def compute(self, inputs: PromptInputs) -> GraphStep:
-        """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures."""
+    def compute(self, inputs: PromptInputs, out: torch.Tensor | None = None) -> GraphStep:
+        """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures.
+
+        Logits go into the first rows of `out` where that is given.
+        """
         if self._sampler is None:
             raise TypeError("without a device sampler no step can be computed from the device alone")
-        logits = self._model(inputs.forward)
+        logits = self._model(inputs.forward, out)
         return GraphStep(self._sampler.draw(logits, inputs.slots, inputs.positions), logits)
 
-    def decode(self, slots: torch.Tensor) -> GraphStep:
+    def decode(self, slots: torch.Tensor, out: torch.Tensor | None = None) -> GraphStep:
         """Compute the next token of each slot, by what the device knows alone, and append it. slots [R] int64
 
-        What a graph captures. TypeError if attention cannot be planned this way, or the device cannot sample.
+        What a graph captures; logits go into the first rows of `out` where that is given. TypeError if attention cannot
+        be planned this way, or the device cannot sample.
         """
         from mini_sglang.kernels.decode_step import decode_inputs  # Triton: only where there is a GPU
 
@@ -91,7 +98,7 @@ class ModelRunner:
             raise TypeError(f"{type(backend).__name__} with sampler {self._sampler} cannot decode from slots alone")
         inputs = decode_inputs(slots, table.num_computed, table.tokens, table.page_table, table.page_size)
         plan = backend.plan_decode(inputs.page_table, inputs.cells, inputs.lengths)
-        logits = self._model(ForwardBatch(inputs.input_ids, inputs.positions, None, plan))
+        logits = self._model(ForwardBatch(inputs.input_ids, inputs.positions, None, plan), out)
         return GraphStep(self._sampler.draw(logits, slots, inputs.lengths), logits)
 
     @torch.inference_mode()

@@ -72,8 +72,8 @@ class Matrix(Protocol):
         """As it is read, [out, in] contiguous; None where it was laid out in another way."""
         ...
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
-        """x W^T + bias, of x or of its norm. x [T, in] -> [T, out]"""
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + bias, of x or of its norm. x [T, in] -> [T, out], in `out` (contiguous) where that is given"""
         ...
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,16 +157,25 @@ class TorchKernels:
         return gated
 
 
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear` of x [T, in], which has no `out` of its own."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
 class TorchMatrix:
     """`Matrix` in PyTorch, around the norm and the gating of any kernels."""
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._kernels, self.weight, self._bias = kernels, weight, bias
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if norm is not None:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
-        return F.linear(x, self.weight, self._bias)
+        return linear(x, self.weight, self._bias, out)
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))

@@ -27,10 +27,11 @@ class CpuMatrix:
         self._dense = PrepackedMatrix(weight, bias)
         self._int4 = Int4Matrix(blocks, bias) if blocks is not None and Int4Matrix.supports(blocks) else None
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if norm is not None:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
-        return self._dense.multiply(x) if self._int4 is None or len(x) > _MAX_PACKED_ROWS else self._int4.multiply(x)
+        y = self._dense.multiply(x) if self._int4 is None or len(x) > _MAX_PACKED_ROWS else self._int4.multiply(x)
+        return y if out is None else out.copy_(y)
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))

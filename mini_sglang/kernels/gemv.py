@@ -54,13 +54,14 @@ def gemv(
     norm: Norm | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     tuning: GemvTuning | None = None,
 ) -> torch.Tensor:
     """x W^T, with what is given of: RMSNorm of x before, bias, gating, residual behind. All sums are float32.
 
     x [rows, K], rows contiguous, at most MAX_ROWS; weight [N, K] contiguous; bias [N]; norm: of x, K wide; with `gated`
     the result is silu(first half) * second half of the N outputs; residual [rows, N] is added in place and returned.
-    -> [rows, N], or [rows, N / 2] with `gated`, in x's dtype
+    -> [rows, N], or [rows, N / 2] with `gated`, in x's dtype; without a residual it goes into `out` where that is given
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -68,10 +69,13 @@ def gemv(
         raise ValueError(f"gemv takes at most {MAX_ROWS} rows, got {rows}")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("the rows of x and the whole weight must be contiguous")
-    if residual is not None and not residual.is_contiguous():
-        raise ValueError("the residual must be contiguous")
+    if residual is not None:
+        out = residual
+    if out is None:
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    elif not out.is_contiguous():
+        raise ValueError("the residual and `out` must be contiguous")
     tuning = tuning or gemv_tuning(n, k, gated)
-    out = residual if residual is not None else torch.empty(rows, n, dtype=x.dtype, device=x.device)
     _gemv_kernel[(triton.cdiv(n, tuning.block_n),)](
         x,
         weight,

@@ -67,16 +67,21 @@ def matmul(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
+    out: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
 ) -> torch.Tensor:
     """x [rows, K], rows contiguous, times weight [N, K] contiguous, plus bias [N] and residual -> [rows, N]
 
     Summed in float32 and rounded once. All have one dtype. `residual` [rows, N] contiguous is overwritten and returned.
+    Without one the result goes into `out` [rows, N], contiguous, where that is given.
     Raises ValueError for layouts that the memory engine cannot read.
     """
     rows, depth, columns = x.shape[0], x.shape[1], weight.shape[0]
-    _check(x, weight, residual)
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if residual is None else residual
+    if residual is not None:
+        out = residual
+    _check(x, weight, out)
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
     tile = tile or matmul_tile(rows, columns, x.dtype)
@@ -112,15 +117,15 @@ def matmul_reference(
     return product.to(x.dtype)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
     if weight.shape[1] != x.shape[1] or x.shape[1] % 16:
         raise ValueError(
             f"x {list(x.shape)} and weight {list(weight.shape)} must share their last size, a multiple of 16"
         )
     if x.stride(1) != 1 or x.stride(0) * x.dtype.itemsize % 16 or not weight.is_contiguous():
         raise ValueError(f"the rows of x must be contiguous and 16 bytes aligned, weight contiguous; x {x.stride()}")
-    if residual is not None and not residual.is_contiguous():
-        raise ValueError("residual must be contiguous")
+    if out is not None and not out.is_contiguous():
+        raise ValueError("the residual and `out` must be contiguous")
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation
+from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, linear
 from mini_sglang.kernels.gemv import MAX_ROWS, gemv
 from mini_sglang.kernels.matmul import matmul
 from mini_sglang.kernels.rms_norm import rms_norm
@@ -59,12 +58,12 @@ class TritonMatrix:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self._bias = weight, bias
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
-            return gemv(x, self.weight, bias=self._bias, norm=norm)
+            return gemv(x, self.weight, bias=self._bias, norm=norm, out=out)
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
-        return F.linear(x, self.weight, self._bias)
+        return linear(x, self.weight, self._bias, out)
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
@@ -85,10 +84,10 @@ class InvariantMatrix:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self._bias = weight, bias
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
-        return matmul(x, self.weight, self._bias)
+        return matmul(x, self.weight, self._bias, out=out)
 
     def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return silu_mul(self.product(x, norm), ahead=ahead)

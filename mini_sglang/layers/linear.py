@@ -33,9 +33,9 @@ class Linear:
         self._missing = set(parts) | ({f"{name}.bias" for name in parts} if bias else set())
         self._laid_out: Matrix | None = None
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """The product of x [rows, in], or of its norm -> [rows, out]"""
-        return self._matrix.product(x, None if norm is None else norm.parameters)
+    def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product of x [rows, in], or of its norm -> [rows, out], in `out` (contiguous) where that is given"""
+        return self._matrix.product(x, None if norm is None else norm.parameters, out)
 
     @property
     def weight(self) -> torch.Tensor | None:

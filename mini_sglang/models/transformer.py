@@ -48,6 +48,7 @@ class Transformer:
         mlp: Callable[[ModelConfig, Placement, int], MLPPart],
     ) -> None:
         self.config = config
+        self._placement = placement
         self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
         self._rotary = RotaryTable(config, config.context_length, placement)
         self._blocks = [
@@ -57,14 +58,18 @@ class Transformer:
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`"""
+    def __call__(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`; the first rows of `out` where that is given"""
         x = self._embedding(batch.input_ids)
         rotation = self._rotary.at(batch.positions)
         for block in self._blocks[:-1]:
             x = block(x, rotation, batch.plan)
         x = self._blocks[-1](x, rotation, batch.plan, batch.logit_rows)
-        return self._head(x, self._norm)
+        return self._head(x, self._norm, None if out is None else out[: len(x)])
+
+    def empty_logits(self, rows: int) -> torch.Tensor:
+        """Room for logits [rows, vocab_size], for who wants them in one place"""
+        return torch.empty(rows, self.config.vocab_size, dtype=self._placement.dtype, device=self._placement.device)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every checkpoint tensor the model needs, by its Hugging Face name."""

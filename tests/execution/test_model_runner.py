@@ -103,7 +103,10 @@ def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: Any) -> Non
     host.run(prompts())
     device.run(prompts())
     slots = torch.tensor([5 - index for index in unbiased] + [SLOTS, SLOTS], device=DEVICE)  # filled up
+    room = torch.empty(SLOTS + 1, 320, device=DEVICE)
     with torch.inference_mode():
         for step in range(5):
             want = host.run(decodes(step)).token_ids[unbiased].tolist()
-            assert device.decode(slots).token_ids[: len(unbiased)].tolist() == want, f"token {step}"
+            token_ids, logits = device.decode(slots, out=room)
+            assert token_ids[: len(unbiased)].tolist() == want, f"token {step}"
+            assert (logits.data_ptr(), logits.shape) == (room.data_ptr(), (SLOTS, 320))

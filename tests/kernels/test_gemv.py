@@ -54,6 +54,14 @@ def test_the_residual_is_changed_in_place() -> None:
     assert not torch.equal(residual, torch.ones(1, 8))
 
 
+def test_the_result_goes_where_it_is_wanted() -> None:
+    x, weight = operands(2, 8, 64, torch.float32, "cpu")
+    out = torch.full((3, 8), 7.0)
+    assert gemv(x, weight, out=out[:2]).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out[:2], gemv_reference(x, weight), rtol=1e-5, atol=1e-5)
+    assert out[2].tolist() == [7.0] * 8
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(4096, 1024), (6144, 4096), (4096, 12288), (1024, 3072)])
 @pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))

@@ -43,6 +43,15 @@ def test_adds_a_bias_and_a_residual_in_place(device: torch.device) -> None:
     assert_near(residual, wanted)
 
 
+def test_the_result_goes_where_it_is_wanted(device: torch.device) -> None:
+    x = random(2, 64, dtype=torch.float32, device=device)
+    weight = random(8, 64, dtype=torch.float32, device=device, seed=1)
+    out = torch.full((3, 8), 7.0, device=device)
+    assert matmul(x, weight, out=out[:2]).data_ptr() == out.data_ptr()
+    assert_near(out[:2], matmul_reference(x, weight))
+    assert out[2].tolist() == [7.0] * 8
+
+
 def test_rows_may_be_strided_and_none(device: torch.device) -> None:
     wide = random(5, 64, dtype=torch.float32, device=device)
     weight = random(32, 32, dtype=torch.float32, device=device, seed=1)
