@@ -11,7 +11,7 @@ import random
 from collections import deque
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.execution.executor import Executor, StepHandle
+from mini_sglang.execution.executor import Executor, StepHandle, device_is_lost
 from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
@@ -66,7 +66,10 @@ class Engine:
         self.scheduler.abort(request_id, reason)
 
     def step(self) -> StepOutputs:
-        """Launch the next step if there is one, then read the oldest step that is due."""
+        """Launch the next step if there is one, then read the oldest step that is due.
+
+        An error of a step ends its requests, and is raised only where it leaves a device on which no other can run.
+        """
         batch = self.scheduler.schedule()
         if batch is not None:
             try:
@@ -83,6 +86,8 @@ class Engine:
         return StepOutputs()
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:
+        if device_is_lost(error):
+            raise error
         logger.exception("step %d failed", batch.step, exc_info=error)
         return self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
 

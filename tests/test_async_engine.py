@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -235,6 +236,39 @@ def test_an_engine_that_stops_answering_and_then_dies(run: Run, tmp_path: Path, 
                 await waiting
         await engine.close()
         await engine.close()
+
+    run(scenario())
+
+
+LOSING_ITS_DEVICE = """#!{python}
+import sys, torch
+from mini_sglang.engine_process import main
+from mini_sglang.execution.executor import Executor
+
+def launch(executor, batch):
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+Executor.launch = launch
+sys.exit(main(sys.argv[-2], int(sys.argv[-1])))
+"""
+
+
+def test_an_engine_that_loses_its_device_ends_and_says_so(
+    run: Run, tmp_path: Path, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = tmp_path / "python"
+    faulty.write_text(LOSING_ITS_DEVICE.format(python=sys.executable))
+    faulty.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(faulty))
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path), num_threads=1))
+        running = asyncio.create_task(finish(start(engine, "a", ENDLESS)))
+        assert "illegal memory access" in str(await engine.wait_dead())
+        with pytest.raises(EngineDeadError, match="illegal memory access"):
+            await running
+        await engine.close()
+        assert not alive(engine.info.pid)
 
     run(scenario())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
@@ -75,6 +76,41 @@ def test_a_failed_step_ends_its_requests_with_the_error_and_spares_the_rest(
     engine.add_request("b", [6, 7, 8], GREEDY)
     engine.add_request("a", [3, 4, 5], GREEDY)
     assert run(engine) == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+        RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+    ],
+)
+@pytest.mark.parametrize("fails", ["launch", "result"])
+def test_a_lost_device_is_an_error_of_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, fails: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    monkeypatch.setattr(*{"launch": (engine.executor, "launch"), "result": (StepHandle, "result")}[fails], fail)
+    with pytest.raises(type(error)) as raised:
+        engine.step()
+    assert raised.value is error
+
+
+def test_running_out_of_device_memory_ends_a_step_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(batch: ScheduledBatch) -> StepHandle:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor, "launch", fail)
+        (output,) = engine.step()
+    assert output.finish_reason is FinishReason.ERROR
+    engine.add_request("b", [3, 4, 5], GREEDY)
+    assert len(run(engine)["b"]) == 8
 
 
 def test_an_abort_frees_everything_at_any_moment(engine: Engine) -> None:

@@ -66,6 +66,16 @@ def _new_landing(max_rows: int) -> _Landing:
     return _Landing(torch.empty(max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
 
 
+def device_is_lost(error: Exception) -> bool:
+    """Whether CUDA itself failed in a step: after an illegal address or a failed assert no later call can succeed.
+
+    Running out of memory is not such an error. Triton and some calls of PyTorch raise plain RuntimeErrors.
+    """
+    if not isinstance(error, RuntimeError) or "out of memory" in str(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "Error [CUDA]" in str(error)
+
+
 class Executor:
     """Loads the model named by `config`; afterwards `config` has every `auto` resolved.
 
