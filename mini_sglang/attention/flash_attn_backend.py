@@ -14,6 +14,7 @@ import torch
 
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.attention.transfer import send
 from mini_sglang.kernels.base import KVCells
 
 if _HAS_3 := importlib.util.find_spec("flash_attn_interface") is not None:
@@ -38,11 +39,11 @@ class FlashAttnBackend:
     def plan(self, metadata: AttentionMetadata) -> FlashAttnPlan:
         device = metadata.cells.device
         ends = [start + count for start, count in zip(metadata.starts, metadata.counts, strict=True)]
-        lengths = torch.tensor(ends, dtype=torch.int32).to(device)
+        lengths = send(ends, device, torch.int32)
         chunks = None
         if max(metadata.counts) > 1:
             offsets = [[0, *itertools.accumulate(counts)] for counts in (metadata.counts, ends)]
-            queries, keys = torch.tensor(offsets, dtype=torch.int32).to(device)
+            queries, keys = send(offsets, device, torch.int32)
             chunks = _Chunks(queries, keys, max(metadata.counts), max(ends))
         return FlashAttnPlan(self._pool, metadata.page_table, metadata.cells, lengths, chunks)
 

@@ -48,7 +48,8 @@ class FlashInferBackend:
         first_pages = _offsets(pages)
         row = torch.repeat_interleave(pages)
         place = torch.arange(len(row)) - first_pages[row] + row * metadata.page_table.shape[1]
-        page_ids = metadata.page_table.flatten()[place.to(self._device)].int()
+        place = place.pin_memory().to(self._device, non_blocking=True)
+        page_ids = metadata.page_table.flatten()[place].int()
         # a plan travels through pinned memory of the wrapper's, which the step before may not have read yet
         self._planned.synchronize()
         if max(metadata.counts) == 1:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mini_sglang.attention.transfer import send
 from mini_sglang.kernels.base import KVCells, movable
 
 
@@ -54,7 +55,6 @@ class KVPool:
         if not copies:
             return
         device = self.layers[0].device
-        sources = torch.tensor([source for source, _ in copies], device=device)
-        destinations = torch.tensor([destination for _, destination in copies], device=device)
+        sources, destinations = send([*zip(*copies, strict=True)], device)
         for layer in map(movable, self.layers):
             layer.index_copy_(1, destinations, layer.index_select(1, sources))

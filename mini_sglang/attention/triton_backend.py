@@ -14,6 +14,7 @@ import torch
 
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.attention.transfer import send
 from mini_sglang.kernels.base import KVCells
 from mini_sglang.kernels.paged_decode import PagedDecode, decode_tuning, split_tokens_for
 from mini_sglang.kernels.paged_prefill import PrefillTuning, paged_prefill, prefill_tiles, prefill_tuning
@@ -60,10 +61,10 @@ class TritonBackend:
         lengths = [0 if chunk else start + 1 for start, chunk in zip(starts, chunks, strict=True)]
         firsts = [0, *itertools.accumulate(counts)][:-1]
         # one transfer for all of it
-        rows = torch.tensor([lengths, starts, chunks, firsts], dtype=torch.int32).to(device)
+        rows = send([lengths, starts, chunks, firsts], device, torch.int32)
         tiles = prefill_tiles(starts, chunks, self.group, self.prefill_tuning)
         if self._deterministic:
-            self.decode.plan_tiles(rows[1], rows[2], rows[3], torch.tensor(tiles, dtype=torch.int64).to(device))
+            self.decode.plan_tiles(rows[1], rows[2], rows[3], send(tiles, device, torch.int64))
             return TritonDecodePlan(self, metadata.page_table, metadata.cells)
         decodes = sum(1 for length in lengths if length)
         if decodes:
@@ -75,7 +76,7 @@ class TritonBackend:
             rows[1],
             rows[2],
             rows[3],
-            torch.tensor(tiles, dtype=torch.int64).to(device) if tiles else None,
+            send(tiles, device) if tiles else None,
             decodes=decodes > 0,
         )
 

@@ -13,6 +13,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from mini_sglang.attention.transfer import staged
+
 
 class GraphStep(NamedTuple):
     """What a step leaves behind; its tensors hold until the next replay, of whichever graph."""
@@ -86,7 +88,7 @@ class DecodeGraphs:
         size = self._graphs.size_for(len(slots))
         if slots is not self._loaded:
             padded = slots + (self._idle_slot,) * (size - len(slots))
-            self._slots[:size].copy_(torch.tensor(padded, pin_memory=True), non_blocking=True)
+            self._slots[:size].copy_(staged(padded, self._slots.device), non_blocking=True)
             self._loaded = slots
         return self._graphs.replay(size, len(slots))
 

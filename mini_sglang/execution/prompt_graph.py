@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from mini_sglang.attention.base import AttentionBackend, AttentionPlan
+from mini_sglang.attention.transfer import staged
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
 from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
 from mini_sglang.models.forward_batch import ForwardBatch
@@ -94,7 +95,7 @@ class PromptGraphs:
         order += last_tokens_of_sampling_rows(rows) + [0] * spare
         tiles = self._backend.max_prompt_tiles(self._max_rows, size)
         order += self._backend.prompt_tiles(starts, counts, tiles, idle_row=self._max_rows)
-        self._order[: len(order)].copy_(torch.tensor(order, pin_memory=True), non_blocking=True)
+        self._order[: len(order)].copy_(staged(order, self._order.device), non_blocking=True)
 
     def _inputs(self, size: int) -> PromptInputs:
         """The tensors of a step of `size` tokens, from the order on the device."""

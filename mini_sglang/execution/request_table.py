@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
+from mini_sglang.attention.transfer import send
 from mini_sglang.execution.sampler import SamplingBatch, is_biased
 from mini_sglang.request import SamplingParams
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
@@ -75,9 +76,7 @@ class RequestTable:
 
     def send(self, numbers: Sequence[object], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Numbers to the device, integers as int64 unless `dtype` says otherwise, without waiting for it."""
-        if self._device.type == "cpu":
-            return torch.tensor(numbers, dtype=dtype)
-        return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(self._device, non_blocking=True)
+        return send(numbers, self._device, dtype)
 
     def expand(self, rows: list[Row]) -> StepInputs:
         """The tensors of a step that computes `rows`."""
