@@ -40,13 +40,14 @@ class _Landing(NamedTuple):
 
 
 class StepHandle:
-    """A launched step. `result` waits for it, once."""
+    """A launched step."""
 
     def __init__(self, sampled: Sampled, landings: list[_Landing], max_rows: int) -> None:
         self._logprobs = sampled.logprobs
         self._token_ids = sampled.token_ids
         self._landings = landings  # those that are free
         self._landing: _Landing | None = None
+        self._result: StepResult | None = None
         if sampled.token_ids.is_cuda:
             self._landing = landings.pop() if landings else _new_landing(max_rows)
             self._token_ids = self._landing.token_ids[: len(sampled.token_ids)]
@@ -54,12 +55,14 @@ class StepHandle:
             self._landing.arrived.record()
 
     def result(self) -> StepResult:
-        if self._landing is None:
-            return StepResult(self._token_ids.tolist(), self._logprobs)
-        self._landing.arrived.synchronize()
-        token_ids = self._token_ids.tolist()
-        self._landings.append(self._landing)
-        return StepResult(token_ids, self._logprobs)
+        """What the step sampled; the first call waits for it."""
+        if self._result is None:
+            if self._landing is not None:
+                self._landing.arrived.synchronize()
+            self._result = StepResult(self._token_ids.tolist(), self._logprobs)
+            if self._landing is not None:  # read, so the next step may have it
+                self._landings.append(self._landing)
+        return self._result
 
 
 def _new_landing(max_rows: int) -> _Landing:
@@ -250,7 +253,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
         or (_pages_that_fit(config, model, dtype, context_length, slots) if on_cpu else None),
         run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
         attention_backend=backend,
-        cuda_graph_max_bs=0 if on_cpu else _graph_rows(config, backend, slots),
+        cuda_graph_max_bs=_graph_rows(config, backend, slots, on_cpu),
         num_threads=config.num_threads or (len(os.sched_getaffinity(0)) if on_cpu else None),
     )
 
@@ -268,9 +271,13 @@ def _kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     return TritonKernels(deterministic=config.deterministic)
 
 
-def _graph_rows(config: EngineConfig, backend: str, slots: int) -> int:
-    """The most rows of a CUDA graph: 0 where decode attention plans on the host, which no graph can contain."""
+def _graph_rows(config: EngineConfig, backend: str, slots: int, on_cpu: bool) -> int:
+    """The most rows of a CUDA graph: 0 on a CPU, or where decode attention plans on the host, outside of any graph."""
     decode, rows = backend.split(",")[-1], config.cuda_graph_max_bs
+    if on_cpu:
+        if rows:
+            raise ValueError(f"cuda_graph_max_bs must be 0 on a CPU, got {rows}; leave it open")
+        return 0
     if decode in GRAPH_BACKENDS:
         return slots if rows is None else min(rows, slots)
     if rows:

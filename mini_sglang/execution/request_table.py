@@ -37,7 +37,7 @@ class RequestTable:
     """
 
     def __init__(
-        self, num_slots: int, context_length: int, page_size: int, device: torch.device, idle_page: int = 0
+        self, num_slots: int, context_length: int, page_size: int, device: torch.device, idle_page: int
     ) -> None:
         self.idle_slot = num_slots
         self.page_size = page_size

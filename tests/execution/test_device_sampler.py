@@ -23,7 +23,7 @@ class Requests:
     """Requests in the slots of a table, with their tokens written down here as well."""
 
     def __init__(self, num_slots: int = 4, context_length: int = 60) -> None:
-        self.table = RequestTable(num_slots, context_length, page_size=4, device=DEVICE)
+        self.table = RequestTable(num_slots, context_length, page_size=4, device=DEVICE, idle_page=0)
         self.sampler = DeviceSampler(self.table, VOCAB)
         self.rows: dict[int, NewRow] = {}
 

@@ -13,7 +13,7 @@ PARAMS = SamplingParams(temperature=0)
 
 def table() -> RequestTable:
     """Slot 2 holds tokens 100 to 106 on pages 5, 1 and 7 of 3 cells; slot 0 holds 200 and 201 on page 4."""
-    result = RequestTable(num_slots=3, context_length=9, page_size=3, device=torch.device("cpu"))
+    result = RequestTable(num_slots=3, context_length=9, page_size=3, device=torch.device("cpu"), idle_page=8)
     result.apply(
         ScheduledBatch(
             step=1,

@@ -57,7 +57,7 @@ class Draws:
         self.positions = [len(tokens) for tokens in self.history]
 
     def on_device(self, logits: torch.Tensor) -> list[int]:
-        table = RequestTable(self.rows, max(self.positions), page_size=1, device=DEVICE)
+        table = RequestTable(self.rows, max(self.positions), page_size=1, device=DEVICE, idle_page=0)
         sampler = DeviceSampler(table, logits.shape[1])
         slots = random.Random(0).sample(range(self.rows), self.rows)
         placed = zip(slots, self.history, self.params, self.seeds, strict=True)
