@@ -61,11 +61,10 @@ class PromptGraphs:
         sizes: list[int],
         pool: Any,
     ) -> None:
-        self._table, self._backend, self._max_rows = table, backend, max_rows
-        tiles = backend.max_prompt_tiles(max_rows, sizes[-1])
-        self._order = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
+        self._max_rows = max_rows
+        self._order = order = PromptOrder(table, backend, max_rows, sizes[-1])
         self._graphs = StepGraphs(
-            lambda size: step(self._inputs(size)), sizes, "prompt", pool, prepare=lambda size: self._send([], size)
+            lambda size: step(order.inputs(size)), sizes, "prompt", pool, prepare=lambda size: order.send([], size)
         )
 
     def fits(self, rows: list[Row]) -> bool:
@@ -78,11 +77,23 @@ class PromptGraphs:
     def replay(self, rows: list[Row]) -> GraphStep:
         """Run one step that `fits`; the entries of its result are those of the rows that sample."""
         size = self._graphs.size_for(sum(row.count for row in rows))
-        self._send(rows, size)
+        self._order.send(rows, size)
         return self._graphs.replay(size, sum(row.samples for row in rows))
 
-    def _send(self, rows: list[Row], size: int) -> None:
-        """Write the order of a step: per row slot, start and count, per sampling row slot, position and last token."""
+
+class PromptOrder:
+    """What a step consists of, as one list of integers on the device, and what follows from it, computed there.
+
+    The list has, per row, slot, start and count, then per sampling row slot, position and last token, then tiles.
+    """
+
+    def __init__(self, table: RequestTable, backend: PromptBackend, max_rows: int, max_tokens: int) -> None:
+        self._table, self._backend, self._max_rows = table, backend, max_rows
+        tiles = backend.max_prompt_tiles(max_rows, max_tokens)
+        self._order = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
+
+    def send(self, rows: list[Row], size: int) -> None:
+        """Write the order of a step that computes `rows`, filled up to `size` tokens."""
         idle, spare = self._table.idle_slot, self._max_rows - len(rows)
         starts, counts = [row.start for row in rows], [row.count for row in rows]
         sampling = [row for row in rows if row.samples]
@@ -97,8 +108,8 @@ class PromptGraphs:
         order += self._backend.prompt_tiles(starts, counts, tiles, idle_row=self._max_rows)
         self._order[: len(order)].copy_(staged(order, self._order.device), non_blocking=True)
 
-    def _inputs(self, size: int) -> PromptInputs:
-        """The tensors of a step of `size` tokens, from the order on the device."""
+    def inputs(self, size: int) -> PromptInputs:
+        """The tensors of a step of `size` tokens, from the order on the device. Advances the rows in the table."""
         table, rows = self._table, self._max_rows
         per_row, per_sample = self._order[: 3 * (rows + 1)], self._order[3 * (rows + 1) : 6 * rows + 3]
         slots, starts, counts = per_row.view(3, rows + 1)

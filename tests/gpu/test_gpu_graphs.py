@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from mini_sglang.execution.cuda_graph import graph_sizes
+from mini_sglang.execution.cuda_graph import DecodeGraphs, StepGraphs, graph_sizes
+from mini_sglang.execution.executor import Executor
+from mini_sglang.execution.prompt_graph import PromptGraphs
 from mini_sglang.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +33,32 @@ def test_every_batch_size_equals_no_graphs(tiny_model: Any, on_gpu: Any, generat
             got = generate(graphs, prompts[:size], num_tokens=6)
             assert got == generate(eager, prompts[:size], num_tokens=6), f"batch of {size}"
             assert got == [expected(prompt, 6) for prompt in prompts[:size]], f"batch of {size}"
+
+
+@pytest.mark.parametrize("arrivals", [12, 1])
+def test_prompt_and_decode_steps_are_replays(
+    tiny_model: Any, on_gpu: Any, generate: Any, monkeypatch: pytest.MonkeyPatch, arrivals: int
+) -> None:
+    """Twelve prompts at once, then one by one beside the decodes of those before: each step is one replay."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, method: str) -> None:
+        plain = getattr(owner, method)
+
+        def counting(self: Any, *arguments: Any) -> Any:
+            counts[owner.__name__] += 1
+            return plain(self, *arguments)
+
+        monkeypatch.setattr(owner, method, counting)
+
+    with on_gpu(tiny_model.path) as engine:
+        for owner, method in ((Executor, "launch"), (PromptGraphs, "replay"), (DecodeGraphs, "replay")):
+            count(owner, method)
+        count(StepGraphs, "replay")
+        generate(engine, prompts_of(12), num_tokens=6, arrivals=arrivals)
+    assert counts["PromptGraphs"] >= 12 // arrivals
+    assert counts["DecodeGraphs"] >= 5
+    assert counts["PromptGraphs"] + counts["DecodeGraphs"] == counts["StepGraphs"] == counts["Executor"]
 
 
 @pytest.mark.parametrize("largest_graph", [8, 16])
