@@ -18,23 +18,25 @@ from mini_sglang.kernels.cpu_kernels import MAX_ROWS, CpuKernels
 class CpuBackend:
     """Over a float32 or bfloat16 pool."""
 
-    def __init__(self, pool: KVPool, dtype: torch.dtype, kernels: CpuKernels) -> None:
+    def __init__(self, pool: KVPool, dtype: torch.dtype, kernels: CpuKernels, window: int | None = None) -> None:
         self._pool = pool
         self._kernels = kernels
-        self._reference = ReferenceBackend(pool, dtype)
+        self._window = window
+        self._reference = ReferenceBackend(pool, dtype, window)
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
         if len(metadata.counts) <= MAX_ROWS and max(metadata.counts) == 1:
-            return CpuDecodePlan(self._pool, metadata, self._kernels)
+            return CpuDecodePlan(self._pool, metadata, self._kernels, self._window)
         return self._reference.plan(metadata)
 
 
 class CpuDecodePlan:
     """A step in which every row computes one token."""
 
-    def __init__(self, pool: KVPool, metadata: AttentionMetadata, kernels: CpuKernels) -> None:
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata, kernels: CpuKernels, window: int | None) -> None:
         self._pool = pool
         self._kernels = kernels
+        self._window = window
         self._cells = metadata.cells
         lengths = [start + 1 for start in metadata.starts]
         num_pages = -(-max(lengths) // pool.page_size)
@@ -46,4 +48,6 @@ class CpuDecodePlan:
 
     def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         keys, values = self._pool.key_cells[layer], self._pool.value_cells[layer]
-        return self._kernels.attend(q.contiguous(), keys, values, self._page_table, self._lengths, self._pool.page_size)
+        return self._kernels.attend(
+            q.contiguous(), keys, values, self._page_table, self._lengths, self._pool.page_size, self._window
+        )

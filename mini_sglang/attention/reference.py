@@ -16,29 +16,35 @@ from mini_sglang.kernels.base import KVCells
 
 
 class ReferenceBackend:
-    """Reads and writes `pool` with gathers and scatters of whole pages."""
+    """Reads and writes `pool` with gathers and scatters of whole pages.
 
-    def __init__(self, pool: KVPool, dtype: torch.dtype) -> None:
+    With `window` a token sees the last `window` positions only, its own included.
+    """
+
+    def __init__(self, pool: KVPool, dtype: torch.dtype, window: int | None = None) -> None:
         self._pool = pool
         self._dtype = dtype
+        self._window = window
 
     def plan(self, metadata: AttentionMetadata) -> ReferencePlan:
-        return ReferencePlan(self._pool, metadata, self._dtype)
+        return ReferencePlan(self._pool, metadata, self._dtype, self._window)
 
 
 class ReferencePlan:
     """One step: `decode` is the batch of single-token rows, `chunks` are the others."""
 
-    def __init__(self, pool: KVPool, metadata: AttentionMetadata, dtype: torch.dtype) -> None:
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata, dtype: torch.dtype, window: int | None) -> None:
         self._pool = pool
         device = metadata.page_table.device
         firsts = _exclusive_cumsum(metadata.counts)
         decode_rows = [row for row, count in enumerate(metadata.counts) if count == 1]
         self._cells = metadata.cells
         self._chunks = [
-            _Chunk(pool, metadata, row, firsts[row], dtype) for row, count in enumerate(metadata.counts) if count > 1
+            _Chunk(pool, metadata, row, firsts[row], dtype, window)
+            for row, count in enumerate(metadata.counts)
+            if count > 1
         ]
-        self._decode = _Decode(pool, metadata, decode_rows, dtype) if decode_rows else None
+        self._decode = _Decode(pool, metadata, decode_rows, dtype, window) if decode_rows else None
         # None: every token is a decode row, in order, so no gather is needed
         self._decode_tokens = (
             torch.tensor([firsts[row] for row in decode_rows], device=device) if self._chunks and decode_rows else None
@@ -61,7 +67,9 @@ class ReferencePlan:
 class _Decode:
     """Rows of one query token each, padded to the longest row's pages and masked beyond each row's own length."""
 
-    def __init__(self, pool: KVPool, metadata: AttentionMetadata, rows: list[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, pool: KVPool, metadata: AttentionMetadata, rows: list[int], dtype: torch.dtype, window: int | None
+    ) -> None:
         self._pool = pool
         device = metadata.page_table.device
         lengths = [metadata.starts[row] + 1 for row in rows]
@@ -72,8 +80,9 @@ class _Decode:
         self._kv_shape = (2, len(rows), width, pool.num_kv_heads, pool.head_dim)
         # the query heads of a group are the query rows of their KV head
         self._q_shape = (len(rows), pool.num_kv_heads, -1, pool.head_dim)
-        beyond = torch.arange(width, device=device) >= torch.tensor(lengths, device=device).unsqueeze(1)
-        self._mask = _additive_mask(beyond, dtype).view(len(rows), 1, 1, width)
+        own = torch.tensor(lengths, device=device).unsqueeze(1) - 1
+        hidden = _hidden(torch.arange(width, device=device), own, window)
+        self._mask = _additive_mask(hidden, dtype).view(len(rows), 1, 1, width)
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
@@ -84,16 +93,24 @@ class _Decode:
 class _Chunk:
     """One row that computes several tokens: `tokens` is its span in the step."""
 
-    def __init__(self, pool: KVPool, metadata: AttentionMetadata, row: int, first: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        metadata: AttentionMetadata,
+        row: int,
+        first: int,
+        dtype: torch.dtype,
+        window: int | None,
+    ) -> None:
         self._pool = pool
         start, count = metadata.starts[row], metadata.counts[row]
         self.tokens = slice(first, first + count)
         self._length = start + count
         self._pages = metadata.page_table[row, : -(-self._length // pool.page_size)]
         self._mask: torch.Tensor | None = None
-        if start > 0:  # query i sits at position start + i; with start 0 the kernel's own causal mask is the same
+        if start > 0 or (window is not None and window < count):  # else the kernel's own causal mask is the same
             positions = torch.arange(self._length, device=self._pages.device)
-            self._mask = _additive_mask(positions > positions[start:].unsqueeze(1), dtype)
+            self._mask = _additive_mask(_hidden(positions, positions[start:].unsqueeze(1), window), dtype)
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [count, heads, head_dim] -> the same shape"""
@@ -104,6 +121,12 @@ class _Chunk:
         grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, count, head_dim]
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _hidden(positions: torch.Tensor, own: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which `positions` [n] queries at the positions `own` [queries, 1] do not see -> [queries, n] bool"""
+    later = positions > own
+    return later if window is None else later | (positions <= own - window)
 
 
 def _additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

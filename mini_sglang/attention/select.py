@@ -16,6 +16,7 @@ from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
 from mini_sglang.kernels.base import FP8
 
+_SLIDING_BACKENDS = ("reference", "cpu", "triton")
 GRAPH_BACKENDS = ("triton", "flash_attn")  # decode steps can lie in CUDA graphs: they read lengths on the device
 
 
@@ -31,29 +32,50 @@ class Backends:
 
 
 def make_backends(
-    names: str, pool: KVPool, *, num_heads: int, dtype: torch.dtype, max_rows: int, deterministic: bool = False
+    names: str,
+    pool: KVPool,
+    *,
+    num_heads: int,
+    dtype: torch.dtype,
+    max_rows: int,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> Backends:
     """What a resolved `attention_backend`, NAME or PREFILL,DECODE, means over `pool`.
 
-    `dtype` is that of queries, `max_rows` the most rows of a step. ValueError where a backend cannot read the pool.
+    `dtype` is that of queries, `max_rows` the most rows of a step; with `window` a token sees the last `window`
+    positions only, its own included. ValueError where a backend cannot read the pool or keep to the window.
     """
-    made = {name: _make(name, pool, num_heads, dtype, max_rows, deterministic) for name in names.split(",")}
+    made = {name: _make(name, pool, num_heads, dtype, max_rows, deterministic, window) for name in names.split(",")}
     prefill, decode = names.split(",")[0], names.split(",")[-1]
     return Backends(made[prefill], made[decode])
 
 
 def _make(
-    name: str, pool: KVPool, num_heads: int, dtype: torch.dtype, max_rows: int, deterministic: bool
+    name: str,
+    pool: KVPool,
+    num_heads: int,
+    dtype: torch.dtype,
+    max_rows: int,
+    deterministic: bool,
+    window: int | None,
 ) -> AttentionBackend:
+    if window is not None and name not in _SLIDING_BACKENDS:
+        raise ValueError(
+            f"attention_backend={name} does not keep to the model's sliding window of {window} tokens; "
+            f"choose {' or '.join(_SLIDING_BACKENDS)}"
+        )
     if name == "cpu":
         from mini_sglang.attention.cpu_backend import CpuBackend
         from mini_sglang.kernels.cpu_kernels import CpuKernels
 
-        return CpuBackend(pool, dtype, CpuKernels(dtype))
+        return CpuBackend(pool, dtype, CpuKernels(dtype), window)
     if name == "triton":
         from mini_sglang.attention.triton_backend import TritonBackend
 
-        return TritonBackend(pool, num_heads=num_heads, dtype=dtype, max_rows=max_rows, deterministic=deterministic)
+        return TritonBackend(
+            pool, num_heads=num_heads, dtype=dtype, max_rows=max_rows, deterministic=deterministic, window=window
+        )
     if name == "flashinfer":
         from mini_sglang.attention.flashinfer_backend import FlashInferBackend
 
@@ -62,7 +84,7 @@ def _make(
         from mini_sglang.attention.flash_attn_backend import FlashAttnBackend
 
         return FlashAttnBackend(pool)
-    return ReferenceBackend(pool, dtype)
+    return ReferenceBackend(pool, dtype, window)
 
 
 def resolve_backend(names: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:

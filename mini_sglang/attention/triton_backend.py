@@ -31,12 +31,15 @@ class TritonBackend:
         dtype: torch.dtype,
         max_rows: int,
         deterministic: bool = False,
+        window: int | None = None,
     ) -> None:
         """`dtype` is that of queries, `max_rows` the most rows of a step.
 
-        With `deterministic` a token has the same bits decoded, whatever else is decoded, and as part of any chunk.
+        With `deterministic` a token has the same bits decoded, whatever else is decoded, and as part of any chunk. With
+        `window` a token sees the last `window` positions only, its own included.
         """
         self.pool = pool
+        self.window = window
         self._deterministic = deterministic
         tuning = decode_tuning(pool.head_dim, dtype)
         self.group = num_heads // pool.num_kv_heads
@@ -53,6 +56,7 @@ class TritonBackend:
             page_size=pool.page_size,
             device=device,
             tuning=tuning,
+            window=window,
         )
 
     def plan(self, metadata: AttentionMetadata) -> TritonPlan | TritonDecodePlan:
@@ -191,5 +195,6 @@ class TritonPlan:
                 out,
                 page_size=pool.page_size,
                 tuning=self._backend.prefill_tuning,
+                window=self._backend.window,
             )
         return out

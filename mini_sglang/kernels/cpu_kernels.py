@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from mini_sglang.kernels.base import KVCells, Rotation, TorchKernels, TorchMatrix
+from mini_sglang.kernels.base import KVCells, Rotation, TorchExperts, TorchKernels, TorchMatrix
 
 MAX_ROWS = 32  # beyond it PyTorch's threads win
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,6 +38,9 @@ class CpuKernels:
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchMatrix:
         return TorchMatrix(self, weight, bias)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
+        return TorchExperts(self, gate_up, down)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = weight.shape[0]
@@ -96,11 +99,12 @@ class CpuKernels:
         page_table: torch.Tensor,
         lengths: torch.Tensor,
         page_size: int,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Attend one token per row over its row's pages. q [R, heads, head_dim] contiguous -> the same shape
 
         keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; lengths [R]
-        int64: tokens that each row sees, its own included.
+        int64: tokens that each row sees, its own included, or the last `window` of them.
         """
         rows, num_heads, size = q.shape
         out = torch.empty_like(q)
@@ -111,7 +115,7 @@ class CpuKernels:
             page_table.data_ptr(),
             lengths.data_ptr(),
             out.data_ptr(),
-            (rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1]),
+            (rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1], window or 0),
         )
         return out
 
@@ -195,7 +199,7 @@ def _kernels(cell: Any) -> _Compiled:
 
     @_compile
     def attend(q_at, keys_at, values_at, page_table_at, lengths_at, out_at, sizes):
-        rows, num_heads, kv_heads, size, num_cells, page_size, table_width = sizes
+        rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = sizes
         group = num_heads // kv_heads
         q = carray(_pointer(q_at), (rows, num_heads, size), cell)
         keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
@@ -208,13 +212,14 @@ def _kernels(cell: Any) -> _Compiled:
         scale = np.float32(1 / math.sqrt(size))
         for row in range(rows):
             length = lengths[row]
+            seen_from = max(0, length - window) if window else 0
             for kv_head in range(kv_heads):
                 first = kv_head * group
                 for head in range(group):
                     for i in range(size):
                         query[head, i] = _widen(q[row, first + head, i]) * scale
                         mix[head, i] = 0
-                for position in range(length):
+                for position in range(seen_from, length):
                     at = page_table[row, position // page_size] * page_size + position % page_size
                     for head in range(group):
                         score = np.float32(0)
@@ -222,16 +227,16 @@ def _kernels(cell: Any) -> _Compiled:
                             score += query[head, i] * _widen(keys[at, kv_head, i])
                         scores[head, position] = score
                 for head in range(group):
-                    best = scores[head, 0]
-                    for position in range(length):
+                    best = scores[head, seen_from]
+                    for position in range(seen_from, length):
                         best = max(best, scores[head, position])
                     total = np.float32(0)
-                    for position in range(length):
+                    for position in range(seen_from, length):
                         scores[head, position] = _exp(scores[head, position] - best)
                         total += scores[head, position]
-                    for position in range(length):
+                    for position in range(seen_from, length):
                         scores[head, position] /= total
-                for position in range(length):
+                for position in range(seen_from, length):
                     at = page_table[row, position // page_size] * page_size + position % page_size
                     for head in range(group):
                         share = scores[head, position]

@@ -100,10 +100,18 @@ class Steps:
     """
 
     def __init__(
-        self, subject: Subject, rows: list[tuple[int, int]], *, page_size: int, heads: int, kv_heads: int, head_dim: int
+        self,
+        subject: Subject,
+        rows: list[tuple[int, int]],
+        *,
+        page_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
     ) -> None:
         """`rows` are (start, count) of the first step; there is room for one token more in each."""
-        self.subject, self.heads, self.page_size = subject, heads, page_size
+        self.subject, self.heads, self.page_size, self.window = subject, heads, page_size, window
         self.device = torch.device(subject.device)
         lengths = [start + count + 1 for start, count in rows]
         pages = [-(-length // page_size) for length in lengths]
@@ -124,7 +132,7 @@ class Steps:
             self.table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
         self.kv = [torch.randn(2, length, kv_heads, head_dim).to(subject.dtype) for length in lengths]
         self.backends: Backends = make_backends(
-            subject.names, self.pool, num_heads=heads, dtype=subject.dtype, max_rows=len(rows)
+            subject.names, self.pool, num_heads=heads, dtype=subject.dtype, max_rows=len(rows), window=window
         )
         for row, (start, _) in enumerate(rows):
             prefix = self.kv[row][:, :start].to(self.device)
@@ -151,19 +159,20 @@ class Steps:
         first, expected = 0, []
         for row, (start, count) in enumerate(rows):
             k, v = self.kv[row][:, : start + count].to(self.subject.kv_dtype).double().unbind()
-            expected.append(exact_attention(q[first : first + count].double(), k, v))
+            expected.append(exact_attention(q[first : first + count].double(), k, v, self.window))
             first += count
         wanted = torch.cat(expected)
         difference = (out.cpu().double() - wanted).norm() / wanted.norm()
         assert difference < TOLERANCE[self.subject.dtype], f"relative error {difference:.2e}"
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
     """q [count, heads, d] of the last `count` positions; k, v [length, kv_heads, d] -> like q; all float64"""
     group, hidden_from = q.shape[1] // k.shape[1], len(k) - len(q)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("thd,nhd->htn", q, k) / q.shape[2] ** 0.5
-    hidden = torch.arange(len(k)) > torch.arange(hidden_from, len(k)).unsqueeze(1)
+    behind = torch.arange(hidden_from, len(k)).unsqueeze(1) - torch.arange(len(k))
+    hidden = (behind < 0) | (behind >= (window or len(k)))
     return torch.einsum("htn,nhd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
@@ -185,6 +194,19 @@ def test_a_step_and_the_decodes_after_it_equal_float64(
     )
     decodes = [(start + count, 1) for start, count in rows]
     for step in (rows, decodes):
+        steps.attend(step, steps.plan(step))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=subject_id)
+@pytest.mark.parametrize("window", [1, 4, 17, 100])
+def test_a_window_hides_what_lies_before_it(subject: Subject, window: int) -> None:
+    if not {"reference", "cpu", "triton"}.issuperset(subject.names.split(",")):
+        pytest.skip(f"{subject.names} keeps to no window, and refuses it")
+    torch.manual_seed(0)
+    rows = ROWS["mixed"]
+    page_size, head_dim = subject.page_sizes[window % len(subject.page_sizes)], subject.head_dims[0]
+    steps = Steps(subject, rows, page_size=page_size, heads=6, kv_heads=2, head_dim=head_dim, window=window)
+    for step in (rows, [(start + count, 1) for start, count in rows]):
         steps.attend(step, steps.plan(step))
 
 

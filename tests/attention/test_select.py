@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.attention.select import resolve_backend
+from mini_sglang.attention.select import make_backends, resolve_backend
 from mini_sglang.config import EngineConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -77,3 +77,11 @@ def test_flashinfer_names_the_head_dim_that_it_lacks() -> None:
     pool = KVPool(num_layers=1, num_pages=1, page_size=16, num_kv_heads=1, head_dim=96, dtype=BF16, device=GPU)
     with pytest.raises(ValueError, match="no kernels for head_dim 96"):
         FlashInferBackend(pool, num_heads=1, dtype=BF16)
+
+
+@pytest.mark.parametrize("names", ["flashinfer", "triton,flash_attn"])
+def test_a_sliding_window_is_refused_where_it_would_be_ignored(names: str) -> None:
+    sizes = {"num_layers": 1, "num_pages": 1, "page_size": 1, "num_kv_heads": 1, "head_dim": 16}
+    pool = KVPool(**sizes, dtype=BF16, device=CPU)
+    with pytest.raises(ValueError, match="does not keep to the model's sliding window of 24 tokens; choose"):
+        make_backends(names, pool, num_heads=1, dtype=BF16, max_rows=1, window=24)
