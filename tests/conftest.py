@@ -24,12 +24,18 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import mini_sglang
@@ -62,8 +68,11 @@ ROPE_SCALINGS: dict[str, dict[str, Any]] = {
 }
 _FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
@@ -111,17 +120,25 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def write_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> WriteCheckpoint:
-    """`write_checkpoint(family, *, seed=0, sharded=False, rope=None, **config)` → a folder of safetensors.
+    """`write_checkpoint(family, *, seed=0, sharded=False, fused=False, rope=None, **config)` → a folder of safetensors.
 
-    `family` is "llama", "qwen2" or "qwen3", `rope` a key of ROPE_SCALINGS; other keywords change the config.
+    `family` is a key of _FAMILIES, `rope` of ROPE_SCALINGS; other keywords change the config. With `fused` all experts
+    of a layer are one tensor, as transformers 5 holds them, else in the published layout.
     """
 
     def write(
-        family: str = "llama", *, seed: int = 0, sharded: bool = False, rope: str | None = None, **config: Any
+        family: str = "llama",
+        *,
+        seed: int = 0,
+        sharded: bool = False,
+        fused: bool = False,
+        rope: str | None = None,
+        **config: Any,
     ) -> TinyCheckpoint:
         model = make_model(family, seed=seed, rope=rope, **config)
         folder = tmp_path_factory.mktemp(family)
-        model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
+        shard_size = "60KB" if sharded else "1GB"
+        model.save_pretrained(folder, max_shard_size=shard_size, save_original_format=not fused)
         tiny_tokenizer.save_pretrained(folder)
         return TinyCheckpoint(folder, model)
 

@@ -18,6 +18,7 @@ from mini_sglang.request import FinishReason, SamplingParams
 from mini_sglang.weights.hub import ModelSource
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("write_checkpoint", {"family": "llama"}),
     "llama, llama3 rope, tied": (
@@ -37,6 +38,38 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, wide heads, tied": (
         "write_checkpoint",
         {"family": "qwen3", "head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "mistral, window of 24, wide heads": (
+        "write_checkpoint",
+        {"family": "mistral", "head_dim": 32, "sliding_window": 24},
+    ),
+    "qwen3_moe, a dense layer, normalised": (
+        "write_checkpoint",
+        {
+            "family": "qwen3_moe",
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "sharded": True,
+            **EXPERTS,
+        },
+    ),
+    "qwen3_moe, every second layer dense, fused, window": (
+        "write_checkpoint",
+        {
+            "family": "qwen3_moe",
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "fused": True,
+            **EXPERTS,
+        },
+    ),
+    "mixtral": ("write_checkpoint", {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, fused, window of 24": (
+        "write_checkpoint",
+        {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24, "fused": True},
     ),
 }
 

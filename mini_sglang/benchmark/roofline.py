@@ -66,7 +66,12 @@ class Traffic:
 
 
 def num_weights(model: ModelConfig) -> tuple[int, int]:
-    """Weights in the layers' matrices, and in the output head. The embedding is looked up, not read."""
+    """Weights in the layers' matrices, and in the output head. The embedding is looked up, not read.
+
+    ValueError for a mixture of experts, of which a step reads what its tokens chose.
+    """
+    if model.experts is not None:
+        raise ValueError(f"the floor of a mixture of experts ({model.architecture}) is not known to bench")
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) * model.num_layers, model.hidden_size * model.vocab_size

@@ -88,11 +88,29 @@ class Matrix(Protocol):
         ...
 
 
+class Experts(Protocol):
+    """The gated MLPs of a mixture of experts, laid out for a device. T tokens, k experts for each."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """residual [T, hidden] + for each token the sum over its k experts of weight * down(silu(gate(x)) * up(x)).
+
+        x [T, hidden]; ids [T, k] int64, different in a row; weights [T, k] float32 -> [T, hidden]; may overwrite
+        `residual`
+        """
+        ...
+
+
 class Kernels(Protocol):
     """T tokens; activations and weights have the model's dtype, arithmetic is float32. Results are new tensors."""
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
         """weight [out, in], which the matrix keeps; bias [out]"""
+        ...
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """gate_up [experts, 2 n, hidden], gate above up, and down [experts, hidden, n]; both are kept, and may be
+        filled later
+        """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -125,6 +143,9 @@ class TorchKernels:
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchMatrix:
         return TorchMatrix(self, weight, bias)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
+        return TorchExperts(self, gate_up, down)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -184,3 +205,27 @@ class TorchMatrix:
         if self._bias is not None:
             return residual + self.product(x)
         return residual.addmm_(x, self.weight.t())  # the product is added where it is made
+
+
+class TorchExperts:
+    """`Experts` in PyTorch, around the products and the gating of any kernels: two products per touched expert.
+
+    The sum over a token's experts runs in the order of its ids, whatever other tokens there are. The host reads how
+    many tokens each expert has, so this cannot lie in a CUDA graph.
+    """
+
+    def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._kernels = kernels
+        self._gate_up = [kernels.matrix(weight, None) for weight in gate_up]
+        self._down = [kernels.matrix(weight, None) for weight in down]
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        flat, per_token = ids.flatten(), ids.shape[1]
+        outputs = x.new_empty(len(flat), x.shape[1])
+        by_expert = flat.argsort(stable=True).split(flat.bincount(minlength=len(self._down)).tolist())
+        for gate_up, down, places in zip(self._gate_up, self._down, by_expert, strict=True):
+            if len(places):  # in `flat`: where tokens chose this expert
+                gated = self._kernels.silu_mul(gate_up.product(x[places // per_token]))
+                outputs[places] = down.product(gated)
+        combined = (outputs.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)  # float32
+        return residual + combined.to(residual.dtype)

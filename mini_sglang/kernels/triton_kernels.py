@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, linear
+from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, TorchExperts, linear
 from mini_sglang.kernels.gemv import MAX_ROWS, gemv
 from mini_sglang.kernels.matmul import matmul
 from mini_sglang.kernels.rms_norm import rms_norm
@@ -13,7 +13,10 @@ from mini_sglang.kernels.silu_mul import silu_mul
 
 
 class TritonKernels:
-    """Every operation can lie in a CUDA graph. With `deterministic` a row's bits depend on no other row."""
+    """Every operation but that of experts can lie in a CUDA graph.
+
+    With `deterministic` a row's bits depend on no other row.
+    """
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -22,6 +25,9 @@ class TritonKernels:
         if self._deterministic:
             return InvariantMatrix(weight, bias)
         return TritonMatrix(weight, bias)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
+        return TorchExperts(self, gate_up, down)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

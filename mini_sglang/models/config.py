@@ -33,13 +33,28 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The routed feed-forward layers of a mixture of experts. Raises ValueError for sizes that do not fit."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalize_weights: bool  # the weights of a token's chosen experts sum up to 1
+    dense_layers: frozenset[int] = frozenset()  # layers with one MLP of the model's `intermediate_size` instead
+
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of a decoder-only transformer, as read from config.json or GGUF metadata.
 
     Raises ValueError when sizes do not fit each other, naming the field.
     """
 
-    architecture: str  # key of the model registry: "llama" | "qwen2" | "qwen3"
+    architecture: str  # key of the model registry: "llama", "qwen3_moe", ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -55,6 +70,8 @@ class ModelConfig:
     attention_bias: bool = False  # bias on q, k and v (Qwen2)
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    sliding_window: int | None = None  # every layer's tokens see so many positions, their own included; None: all
+    experts: ExpertsConfig | None = None  # None: every layer has one MLP
     dtype: str = "float32"  # of the checkpoint: "float32" | "bfloat16" | "float16"
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
@@ -68,6 +85,8 @@ class ModelConfig:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, got {self.sliding_window}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
@@ -78,10 +97,10 @@ class ModelConfig:
         Raises ValueError for a model type or a setting that is not supported, naming it.
         """
         family = _family(config)
-        _refuse_unsupported(config)
+        _refuse_unsupported(config, family)
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         trained_length = _size(config, "max_position_embeddings", family.context_length)
-        rope_theta, rope_scaling = _rope(config, trained_length)
+        rope_theta, rope_scaling = _rope(config, trained_length, family.rope_theta)
         attention_bias = family.qkv_bias or bool(config.get("attention_bias"))
         return cls(
             architecture=config["model_type"],
@@ -93,13 +112,15 @@ class ModelConfig:
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
             head_dim=_size(config, "head_dim", family.head_dim or hidden_size // num_heads),
             context_length=stretched_length(trained_length, rope_scaling),
-            rms_norm_eps=float(_optional(config, "rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(_optional(config, "rms_norm_eps", family.rms_norm_eps)),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             attention_bias=attention_bias,
             attention_output_bias=attention_bias and not family.qkv_bias,
             mlp_bias=family.mlp_bias_allowed and bool(config.get("mlp_bias")),
+            sliding_window=family.sliding_window(config),
+            experts=family.experts(config),
             dtype=_dtype(config),
             bos_token_id=_first_id(config.get("bos_token_id")),
             eos_token_ids=eos_token_ids(config) | eos_token_ids(generation_config or {}),
@@ -118,6 +139,54 @@ _SIZES = (
 )
 
 
+def _no_window(config: Mapping[str, Any]) -> int | None:
+    return None
+
+
+def _mistral_window(config: Mapping[str, Any]) -> int | None:
+    return _window(config, 4096)
+
+
+def _mixtral_window(config: Mapping[str, Any]) -> int | None:
+    return _window(config, None)
+
+
+def _qwen3_moe_window(config: Mapping[str, Any]) -> int | None:
+    return _window(config, 4096) if config.get("use_sliding_window") else None
+
+
+def _window(config: Mapping[str, Any], default: int | None) -> int | None:
+    """null means no window, an absent key the default"""
+    return None if config.get("sliding_window", default) is None else _size(config, "sliding_window", default)
+
+
+def _no_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    return None
+
+
+def _mixtral_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    return ExpertsConfig(
+        num_experts=_size(config, "num_local_experts", 8),
+        experts_per_token=_size(config, "num_experts_per_tok", 2),
+        intermediate_size=_size(config, "intermediate_size"),
+        normalize_weights=True,
+    )
+
+
+def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    # transformers wrote "num_experts" before version 5
+    number = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    step, layers = _size(config, "decoder_sparse_step", 1), _size(config, "num_hidden_layers")
+    dense = {layer for layer in range(layers) if (layer + 1) % step} | set(config.get("mlp_only_layers") or ())
+    return ExpertsConfig(
+        num_experts=_size(config, number, 128),
+        experts_per_token=_size(config, "num_experts_per_tok", 8),
+        intermediate_size=_size(config, "moe_intermediate_size", 768),
+        normalize_weights=bool(config.get("norm_topk_prob")),
+        dense_layers=frozenset(dense),
+    )
+
+
 @dataclass(frozen=True)
 class _Family:
     """What a family's config.json leaves unsaid: transformers' defaults for absent keys, and fixed traits."""
@@ -126,12 +195,25 @@ class _Family:
     head_dim: int | None = None  # None: hidden_size / num_heads
     qkv_bias: bool = False  # always a bias on q, k, v and none on the output projection
     mlp_bias_allowed: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    sliding_window: Callable[[Mapping[str, Any]], int | None] = _no_window  # the one that all layers share
+    experts: Callable[[Mapping[str, Any]], ExpertsConfig | None] = _no_experts
 
 
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(context_length=2048, mlp_bias_allowed=True),
+    "mistral": _Family(context_length=131072, sliding_window=_mistral_window),
+    "mixtral": _Family(
+        context_length=131072,
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+        sliding_window=_mixtral_window,
+        experts=_mixtral_experts,
+    ),
     "qwen2": _Family(context_length=32768, qkv_bias=True),
     "qwen3": _Family(context_length=32768, head_dim=128),
+    "qwen3_moe": _Family(context_length=32768, sliding_window=_qwen3_moe_window, experts=_qwen3_moe_experts),
 }
 
 
@@ -143,7 +225,7 @@ def _family(config: Mapping[str, Any]) -> _Family:
     return _FAMILIES[model_type]
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"hidden_act {activation!r} is not supported; only 'silu' is")
@@ -154,6 +236,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             "use an unquantised checkpoint or a GGUF file"
         )
     layer_types = set(config.get("layer_types") or ())
+    if family.sliding_window(config) is not None and len(layer_types) <= 1:
+        return
     if not layer_types and config.get("use_sliding_window") and config.get("sliding_window"):
         # The layers from max_window_layers on slide; without the key transformers takes 28.
         slides = _optional(config, "max_window_layers", 28) < _size(config, "num_hidden_layers")
@@ -163,13 +247,13 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ValueError(f"layer_types {kinds} (sliding_window {config.get('sliding_window')}) are not supported")
 
 
-def _rope(config: Mapping[str, Any], trained_length: int) -> tuple[float, RopeScaling | None]:
+def _rope(config: Mapping[str, Any], trained_length: int, default_theta: float) -> tuple[float, RopeScaling | None]:
     """The rotary base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope: Mapping[str, Any] = config.get(key) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"{key} must be one mapping for all layers, got {rope!r}")
-    theta = float(_optional(rope, "rope_theta", _optional(config, "rope_theta", 10000.0)))
+    theta = float(_optional(rope, "rope_theta", _optional(config, "rope_theta", default_theta)))
     partial = float(_optional(rope, "partial_rotary_factor", _optional(config, "partial_rotary_factor", 1.0)))
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")

@@ -7,14 +7,20 @@ from collections.abc import Callable
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.llama import llama
+from mini_sglang.models.mistral import mistral
+from mini_sglang.models.mixtral import mixtral
 from mini_sglang.models.qwen2 import qwen2
 from mini_sglang.models.qwen3 import qwen3
+from mini_sglang.models.qwen3_moe import qwen3_moe
 from mini_sglang.models.transformer import Transformer
 
 _BUILDERS: dict[str, Callable[[ModelConfig, Placement], Transformer]] = {
     "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
 }
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mini_sglang.models.config import ModelConfig
+from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
@@ -34,7 +35,7 @@ def load_weights(
     Raises WeightsError, before any slot is filled, that lists all missing, unexpected and misshapen tensors.
     """
     is_gguf = source.kind == "gguf"
-    tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else open_safetensors(source.path)
+    tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else name_experts(open_safetensors(source.path))
     plan = _match(tensors, slots, tied=config.tie_word_embeddings, where=str(source.path))
     plan.sort(key=lambda pair: math.prod(pair[0].shape), reverse=True)
     _fill(plan, f"Loading {source.name}", show_progress)

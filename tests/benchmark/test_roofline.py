@@ -9,7 +9,7 @@ import pytest
 
 from mini_sglang.benchmark.offline import Workload
 from mini_sglang.benchmark.roofline import Ceilings, Traffic, num_weights
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.models.config import ExpertsConfig, ModelConfig
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.model_config import load_model_config
 
@@ -61,6 +61,12 @@ def test_every_decoded_token_reads_what_came_before_it() -> None:
     in_layer, head = num_weights(model)
     assert traffic.prompt_flops == 2 * in_layer * 3
     assert traffic.decode_flops == 2 * in_layer * 2 + 2 * head * 3
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    experts = ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalize_weights=True)
+    with pytest.raises(ValueError, match="the floor of a mixture of experts"):
+        num_weights(dataclasses.replace(shape("llama-3.2-1b"), experts=experts))
 
 
 def test_an_operation_takes_the_longer_of_its_bytes_and_its_flops() -> None:

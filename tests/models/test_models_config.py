@@ -7,9 +7,17 @@ import re
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from mini_sglang.models.config import ModelConfig, RopeScaling
+from mini_sglang.models.config import ExpertsConfig, ModelConfig, RopeScaling
 
 # As published with Llama-3.1-8B-Instruct, shortened.
 LLAMA_3_1: dict[str, Any] = {
@@ -61,6 +69,30 @@ QWEN_2_5: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
+# As published with Qwen3-30B-A3B, shortened.
+QWEN_3_MOE: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 LLAMA3_SCALING = RopeScaling(kind="llama3", factor=8.0, original_context_length=8192)
 
 
@@ -98,15 +130,70 @@ def test_llama_attention_bias_includes_the_output_projection() -> None:
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, True, True)
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    "config_class", [LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
+)
 def test_what_transformers_writes_is_read_as_transformers_means_it(config_class: type[PreTrainedConfig]) -> None:
     theirs = config_class(num_attention_heads=8, num_key_value_heads=2, hidden_size=512, vocab_size=1000)
     ours = ModelConfig.from_hf(theirs.to_dict())
-    assert ours.head_dim == getattr(theirs, "head_dim", 512 // 8)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 8)
     assert (ours.num_heads, ours.num_kv_heads) == (8, 2)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.context_length == theirs.max_position_embeddings
+    if config_class in (MistralConfig, MixtralConfig, Qwen3MoeConfig):
+        assert ours.sliding_window == theirs.sliding_window
+
+
+@pytest.mark.parametrize("config_class", [MistralConfig, MixtralConfig, Qwen3MoeConfig])
+def test_what_a_config_leaves_out_is_what_transformers_takes(config_class: type[PreTrainedConfig]) -> None:
+    sizes = {"num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 64}
+    written = config_class(vocab_size=99, **sizes).to_dict()
+    short = {"model_type": written["model_type"], "vocab_size": 99, **sizes}
+    kv_heads = written["num_key_value_heads"]  # absent, it means as many as query heads
+    assert ModelConfig.from_hf({**written, "eos_token_id": None, "bos_token_id": None}) == ModelConfig.from_hf(
+        {**short, "num_key_value_heads": kv_heads}
+    )
+
+
+def test_qwen3_moe() -> None:
+    config = ModelConfig.from_hf(QWEN_3_MOE)
+    assert config.experts == ExpertsConfig(
+        num_experts=128, experts_per_token=8, intermediate_size=768, normalize_weights=True
+    )
+    assert config.sliding_window is None
+    renamed = {**without(QWEN_3_MOE, "num_experts"), "num_local_experts": 128}  # as transformers 5 writes it
+    assert ModelConfig.from_hf(renamed) == config
+
+
+def test_layers_are_dense_by_step_or_by_name() -> None:
+    changes = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    experts = ModelConfig.from_hf({**QWEN_3_MOE, **changes}).experts
+    assert experts is not None
+    assert experts.dense_layers == {0, 2, 3, 4}
+
+
+def test_a_window_counts_where_the_family_has_one() -> None:
+    mistral = {**LLAMA_3_1, "rope_scaling": None, "model_type": "mistral"}
+    assert ModelConfig.from_hf({**mistral, "sliding_window": 24}).sliding_window == 24
+    assert ModelConfig.from_hf({**mistral, "sliding_window": None}).sliding_window is None
+    qwen = {**QWEN_3_MOE, "sliding_window": 24}
+    assert ModelConfig.from_hf(qwen).sliding_window is None
+    assert ModelConfig.from_hf({**qwen, "use_sliding_window": True}).sliding_window == 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 4}, "experts_per_token (8) exceeds num_experts (4)"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' must be an integer of at least 1, got 0"),
+        ({"use_sliding_window": True, "sliding_window": -1}, "'sliding_window' must be an integer of at least 1"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_a_mixture_that_does_not_fit_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_hf({**QWEN_3_MOE, **changes})
 
 
 def test_qwen3_without_head_dim_takes_its_familys_128() -> None:

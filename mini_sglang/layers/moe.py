@@ -1,0 +1,58 @@
+"""A mixture of experts: a router chooses a few MLPs for each token, and their outputs are summed by its weights.
+
+This layer routes and holds the weights; how tokens come together by expert is the business of the kernels' `Experts`.
+Every token reaches all experts chosen for it: there is no capacity, so none is dropped.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mini_sglang.layers.linear import Linear
+from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.layers.placement import Placement
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
+
+
+class MixtureOfExperts:
+    """Top-k routing by the softmax over all experts (Shazeer et al., arXiv 1701.06538); experts are gated MLPs."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, layer: int) -> None:
+        if config.experts is None:
+            raise ValueError(f"architecture {config.architecture!r} needs experts, and the config names none")
+        self._experts_per_token = config.experts.experts_per_token
+        self._normalize = config.experts.normalize_weights
+        self._kernels = placement.kernels
+        number, hidden, size = config.experts.num_experts, config.hidden_size, config.experts.intermediate_size
+        self._router = Linear(hidden, {"gate": number}, placement)
+        # gate above up, as in GatedMLP; memory that a tensor has not filled yet is not touched
+        self._gate_up = torch.empty(number, 2 * size, hidden, dtype=placement.dtype, device=placement.device)
+        self._down = torch.empty(number, hidden, size, dtype=placement.dtype, device=placement.device)
+        self._experts = placement.kernels.experts(self._gate_up, self._down)
+
+    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x [tokens, hidden] -> x + the weighted sum of the chosen experts' outputs for norm(x)"""
+        normed = self._kernels.rms_norm(x, norm.weight, norm.eps)
+        ids, weights = self._route(normed)
+        return self._experts.add_to(x, normed, ids, weights)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> expert ids [tokens, k] int64 and their weights [tokens, k] float32"""
+        weights, ids = self._router(x).softmax(-1, dtype=torch.float32).topk(self._experts_per_token)
+        return ids, weights / weights.sum(-1, keepdim=True) if self._normalize else weights
+
+    def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
+        slots = self._router.weight_slots(prefix)
+        for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            for name, part in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                slots[f"{prefix}.experts.{expert}.{name}.weight"] = _slot(part)
+        return slots
+
+
+def _slot(part: torch.Tensor) -> WeightSlot:
+    def load(tensor: CheckpointTensor) -> None:
+        part.copy_(tensor.dense())
+
+    return WeightSlot(tuple(part.shape), load)

@@ -1,0 +1,41 @@
+"""However a checkpoint stores its experts, each one's weights reach the same slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mini_sglang.weights.experts import name_experts
+from mini_sglang.weights.safetensors import open_safetensors
+
+Write = Callable[..., Any]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_experts_weights_have_one_name(write_checkpoint: Write, family: str, fused: bool) -> None:
+    checkpoint = write_checkpoint(family, fused=fused, num_local_experts=4, num_experts_per_tok=2)
+    stored = load_file(checkpoint.path / "model.safetensors")
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in stored) == fused
+    tensors = name_experts(open_safetensors(checkpoint.path))
+    state = checkpoint.model.state_dict()
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp"
+        assert torch.equal(tensors[f"{prefix}.gate.weight"].dense(), state[f"{prefix}.gate.weight"])
+        for expert in range(4):
+            gate, up = state[f"{prefix}.experts.gate_up_proj"][expert].chunk(2)
+            down = state[f"{prefix}.experts.down_proj"][expert]
+            for name, wanted in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                tensor = tensors[f"{prefix}.experts.{expert}.{name}.weight"]
+                assert tensor.shape == wanted.shape
+                assert torch.equal(tensor.dense(), wanted)
+    assert len([name for name in tensors if ".experts." in name]) == 2 * 4 * 3, "nothing else is left"
+
+
+def test_other_tensors_keep_their_names(write_checkpoint: Write) -> None:
+    tensors = open_safetensors(write_checkpoint("llama").path)
+    assert name_experts(tensors) == tensors
