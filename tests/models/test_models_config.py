@@ -147,10 +147,11 @@ def test_what_transformers_writes_is_read_as_transformers_means_it(config_class:
 
 @pytest.mark.parametrize("config_class", [MistralConfig, MixtralConfig, Qwen3MoeConfig])
 def test_what_a_config_leaves_out_is_what_transformers_takes(config_class: type[PreTrainedConfig]) -> None:
+    """All but num_key_value_heads, which every published config of these families gives."""
     sizes = {"num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 64}
     written = config_class(vocab_size=99, **sizes).to_dict()
     short = {"model_type": written["model_type"], "vocab_size": 99, **sizes}
-    kv_heads = written["num_key_value_heads"]  # absent, it means as many as query heads
+    kv_heads = written["num_key_value_heads"]
     assert ModelConfig.from_hf({**written, "eos_token_id": None, "bos_token_id": None}) == ModelConfig.from_hf(
         {**short, "num_key_value_heads": kv_heads}
     )
