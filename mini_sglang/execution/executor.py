@@ -98,6 +98,8 @@ class Executor:
         self._max_rows = _resolved(self.config.max_running_requests)
         self._landings: list[_Landing] = []
         self._device, self._dtype = torch.device(self.config.device), _DTYPES[self.config.dtype]
+        if self._device.type == "cuda":  # the library whose choice for a long K and few rows is better by up to a fifth
+            torch.backends.cuda.preferred_blas_library("cublaslt")
         kernels = _kernels(self.config, self._dtype)
         placement = Placement(self._device, self._dtype, kernels, packed=self.config.weights == "packed")
         with _out_of_memory("the weights do not fit: use a smaller model or dtype"):

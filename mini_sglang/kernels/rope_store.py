@@ -17,7 +17,7 @@ import triton.language as tl
 from mini_sglang.kernels.base import as_stored
 from mini_sglang.kernels.overlap import await_inputs, overlapped
 
-_HEADS = 4  # heads per program: few, so that a step of one token still fills several multiprocessors
+_HEADS = 16  # heads per program, whatever the number of tokens: another tile would add in another order
 
 
 def rope_store(
@@ -67,7 +67,7 @@ def rope_store(
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=_HEADS,
         NORM=q_norm is not None,
-        num_warps=2,
+        num_warps=4,
         **overlapped(qkv.device),
     )
     return q
