@@ -256,7 +256,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
         or (_pages_that_fit(config, model, dtype, context_length, slots) if on_cpu else None),
         run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
         attention_backend=backend,
-        cuda_graph_max_bs=_graph_rows(config, model, backend, slots, on_cpu),
+        cuda_graph_max_bs=_graph_rows(config, backend, slots, on_cpu),
         num_threads=config.num_threads or (len(os.sched_getaffinity(0)) if on_cpu else None),
     )
 
@@ -274,19 +274,18 @@ def _kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     return TritonKernels(deterministic=config.deterministic)
 
 
-def _graph_rows(config: EngineConfig, model: ModelConfig, backend: str, slots: int, on_cpu: bool) -> int:
-    """The most rows of a CUDA graph: 0 on a CPU, or where the host takes part in a decode step."""
+def _graph_rows(config: EngineConfig, backend: str, slots: int, on_cpu: bool) -> int:
+    """The most rows of a CUDA graph: 0 on a CPU, or where decode attention plans on the host, outside of any graph."""
     decode, rows = backend.split(",")[-1], config.cuda_graph_max_bs
     if on_cpu:
         if rows:
             raise ValueError(f"cuda_graph_max_bs must be 0 on a CPU, got {rows}; leave it open")
         return 0
-    if decode in GRAPH_BACKENDS and model.experts is None:
+    if decode in GRAPH_BACKENDS:
         return slots if rows is None else min(rows, slots)
-    cause = "a mixture of experts" if model.experts is not None else f"{decode} as decode attention backend"
     if rows:
-        raise ValueError(f"cuda_graph_max_bs must be 0 with {cause}, got {rows}")
-    logger.info("decode steps run without CUDA graphs, since the host takes part in them with %s", cause)
+        raise ValueError(f"cuda_graph_max_bs must be 0 with {decode} as decode attention backend, got {rows}")
+    logger.info("decode steps run without CUDA graphs, since %s plans them on the host", decode)
     return 0
 
 

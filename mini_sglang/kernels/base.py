@@ -94,8 +94,8 @@ class Experts(Protocol):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """residual [T, hidden] + for each token the sum over its k experts of weight * down(silu(gate(x)) * up(x)).
 
-        x [T, hidden]; ids [T, k] int64, different in a row; weights [T, k] float32 -> [T, hidden]; may overwrite
-        `residual`
+        x [T, hidden]; ids [T, k] int32 and weights [T, k] float32, as `Kernels.route` gives them -> [T, hidden]; may
+        overwrite `residual`
         """
         ...
 
@@ -110,6 +110,13 @@ class Kernels(Protocol):
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
         """gate_up [experts, 2 n, hidden], gate above up, and down [experts, hidden, n]; both are kept, and may be
         filled later
+        """
+        ...
+
+    def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `top_k` experts of each token by the softmax over all, and their weights, with `normalize` of sum 1.
+
+        logits [T, experts] -> ids [T, k] int32, different in a row, and weights [T, k] float32
         """
         ...
 
@@ -146,6 +153,10 @@ class TorchKernels:
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
         return TorchExperts(self, gate_up, down)
+
+    def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
+        return ids.int(), weights / weights.sum(-1, keepdim=True) if normalize else weights
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

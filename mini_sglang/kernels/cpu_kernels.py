@@ -42,6 +42,9 @@ class CpuKernels:
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
         return TorchExperts(self, gate_up, down)
 
+    def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._torch.route(logits, top_k, normalize=normalize)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = weight.shape[0]
         rows = x.numel() // size

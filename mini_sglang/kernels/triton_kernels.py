@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, TorchExperts, linear
+from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, linear
+from mini_sglang.kernels.experts import experts
 from mini_sglang.kernels.gemv import MAX_ROWS, gemv
 from mini_sglang.kernels.matmul import matmul
 from mini_sglang.kernels.rms_norm import rms_norm
 from mini_sglang.kernels.rope_store import rope_store
+from mini_sglang.kernels.routing import route
 from mini_sglang.kernels.silu_mul import silu_mul
 
 
 class TritonKernels:
-    """Every operation but that of experts can lie in a CUDA graph.
-
-    With `deterministic` a row's bits depend on no other row.
-    """
+    """Every operation can lie in a CUDA graph. With `deterministic` a row's bits depend on no other row."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -26,8 +25,11 @@ class TritonKernels:
             return InvariantMatrix(weight, bias)
         return TritonMatrix(weight, bias)
 
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
-        return TorchExperts(self, gate_up, down)
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TritonExperts:
+        return TritonExperts(gate_up, down, deterministic=self._deterministic)
+
+    def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, top_k, normalize=normalize)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
@@ -100,6 +102,16 @@ class InvariantMatrix:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return matmul(x, self.weight, self._bias, residual=residual)
+
+
+class TritonExperts:
+    """`Experts` on a GPU. With `deterministic` a token's sums have one order, however many tokens there are."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, *, deterministic: bool) -> None:
+        self._gate_up, self._down, self._deterministic = gate_up, down, deterministic
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return experts(residual, x, ids, weights, self._gate_up, self._down, deterministic=self._deterministic)
 
 
 def _is_few(x: torch.Tensor) -> bool:

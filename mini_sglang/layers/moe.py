@@ -34,13 +34,8 @@ class MixtureOfExperts:
     def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x [tokens, hidden] -> x + the weighted sum of the chosen experts' outputs for norm(x)"""
         normed = self._kernels.rms_norm(x, norm.weight, norm.eps)
-        ids, weights = self._route(normed)
+        ids, weights = self._kernels.route(self._router(normed), self._experts_per_token, normalize=self._normalize)
         return self._experts.add_to(x, normed, ids, weights)
-
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> expert ids [tokens, k] int64 and their weights [tokens, k] float32"""
-        weights, ids = self._router(x).softmax(-1, dtype=torch.float32).topk(self._experts_per_token)
-        return ids, weights / weights.sum(-1, keepdim=True) if self._normalize else weights
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._router.weight_slots(prefix)

@@ -21,9 +21,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mistral": {"sliding_window": 24},
+}
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_request_has_the_same_bits_alone_and_in_any_company(
-    tiny_model: Any, on_gpu: Any, run_requests: Any, ragged_prompts: Any
+    family: str, write_checkpoint: Any, on_gpu: Any, run_requests: Any, ragged_prompts: Any
 ) -> None:
+    path = write_checkpoint(family, **FAMILIES[family]).path
     prompts = ragged_prompts(16, 320)
     params = [
         SamplingParams(temperature=0.0 if index % 2 else 0.9, seed=index, max_tokens=24, ignore_eos=True, logprobs=20)
@@ -33,10 +42,10 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(
     def bits(outputs: list[list[Any]]) -> list[Any]:
         return [[(output.token_ids, output.logprobs) for output in of_prompt] for of_prompt in outputs]
 
-    with on_gpu(tiny_model.path, dtype="bfloat16", deterministic=True, cache="naive") as engine:
+    with on_gpu(path, dtype="bfloat16", deterministic=True, cache="naive") as engine:
         alone = [bits(run_requests(engine, [p], [how]))[0] for p, how in zip(prompts, params, strict=True)]
     for name, settings in SETTINGS.items():
-        with on_gpu(tiny_model.path, dtype="bfloat16", deterministic=True, **settings) as engine:
+        with on_gpu(path, dtype="bfloat16", deterministic=True, **settings) as engine:
             if "num_pages" in settings:
                 engine.scheduler.expected_output = 0.0
             for turn, arrivals in enumerate((1000, 1, 3)):  # the prompts are cached from the second turn on

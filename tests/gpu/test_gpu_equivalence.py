@@ -15,6 +15,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("write_checkpoint", {"family": "llama"}),
     "qwen2": ("write_checkpoint", {"family": "qwen2"}),
     "qwen3": ("write_checkpoint", {"family": "qwen3"}),
+    "qwen3_moe, a dense layer": (
+        "write_checkpoint",
+        {
+            "family": "qwen3_moe",
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 rope, tied": (
@@ -29,6 +40,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, one KV head of 128": (
         "write_checkpoint",
         {"family": "qwen3", "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
+    ),
+    "mistral, window of 24": ("write_checkpoint", {"family": "mistral", "sliding_window": 24}),
+    "mixtral, window of 24": (
+        "write_checkpoint",
+        {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24},
     ),
 }
 CUTS: dict[str, dict[str, Any]] = {
