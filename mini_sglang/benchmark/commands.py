@@ -60,9 +60,8 @@ def bench_offline(config: EngineConfig, workload: Workload, output: Output, *, r
     start = time.perf_counter()
     engine = Engine(_with_context(config, workload))
     start_s = time.perf_counter() - start
-    traffic = workload.traffic(engine)
     measured = measure_offline(engine, workload, runs=runs, profile_steps=profile_steps)
-    ceilings = _release(engine, output)
+    traffic, ceilings = workload.traffic(engine), _release(engine, output)
     figures = {
         "tokens_per_second": measured.best.tokens_per_second,
         "engine_start_s": start_s,
@@ -79,9 +78,8 @@ def bench_offline(config: EngineConfig, workload: Workload, output: Output, *, r
 def bench_latency(config: EngineConfig, workload: Workload, output: Output, *, runs: int) -> None:
     """Time to the first token and between tokens of streams that start together."""
     engine = Engine(_with_context(config, workload))
-    traffic = workload.traffic(engine)
     streams = measure_latency(engine, workload, runs=runs)
-    ceilings = _release(engine, output)
+    traffic, ceilings = workload.traffic(engine), _release(engine, output)
     best = max(streams, key=lambda run: run.tokens_per_second)
     figures = {**asdict(best), "runs": [asdict(run) for run in streams]}
     output.write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GROUPS = ("decode", "prefill", "linear", "small")  # of kernels; `small` is what lies between the products
+GROUPS = ("decode", "prefill", "linear", "experts", "small")  # of kernels; `small` lies between the products
 
 
 @dataclass(frozen=True)

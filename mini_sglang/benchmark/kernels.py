@@ -24,7 +24,7 @@ from mini_sglang.benchmark.roofline import Ceilings
 from mini_sglang.kernels.base import KVCells, Norm, Rotation
 from mini_sglang.kernels.sampling import SlotState, sample_slots
 from mini_sglang.kernels.triton_kernels import TritonKernels
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.models.config import ExpertsConfig, ModelConfig
 
 _PROMPTS = (1024, 4096, 8192, 16384)
 _ROWS = (1, 8, 64, 256)
@@ -98,6 +98,9 @@ def cases(
     if "linear" in groups:
         for count in rows:
             yield from maker.products(count)
+    if "experts" in groups and model.experts is not None:
+        for count in (*rows, *prompts):
+            yield from maker.experts(model.experts, count)
     if "small" in groups:
         for count in rows:
             yield from maker.between_products(count)
@@ -167,11 +170,14 @@ class _CaseMaker:
         model, item = self.model, self.dtype.itemsize
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         norm = Norm(self._random(model.hidden_size), model.rms_norm_eps)
+        mlp = [
+            ("norm, gate_up, gate", model.hidden_size, 2 * model.intermediate_size),
+            ("down + residual", model.intermediate_size, model.hidden_size),
+        ]
         for name, inputs, outputs in (
             ("norm, qkv", model.hidden_size, q_size + 2 * kv_size),
             ("out + residual", q_size, model.hidden_size),
-            ("norm, gate_up, gate", model.hidden_size, 2 * model.intermediate_size),
-            ("down + residual", model.intermediate_size, model.hidden_size),
+            *(mlp if model.experts is None else []),
             ("norm, head", model.hidden_size, model.vocab_size),
         ):
             gated, adds = name.endswith("gate"), name.endswith("residual")
@@ -186,6 +192,30 @@ class _CaseMaker:
             else:
                 calls = [partial(matrix.gated if gated else matrix.product, x, norm) for matrix in matrices]
             yield Case("linear", name, f"{rows} x {inputs} -> {outputs}", moved, 2 * rows * inputs * outputs, calls)
+
+    def experts(self, experts: ExpertsConfig, tokens: int) -> Iterator[Case]:
+        """Routing, and all that experts do to one layer's tokens. Bytes are those of the experts that are chosen."""
+        hidden, size, top_k = self.model.hidden_size, experts.intermediate_size, experts.experts_per_token
+        item, each = self.dtype.itemsize, 3 * hidden * size
+        route = partial(self.kernels.route, top_k=top_k, normalize=experts.normalize_weights)
+        moved = tokens * (experts.num_experts * item + top_k * 8)
+        logits = [self._random(tokens, experts.num_experts) for _ in range(self._sets(moved))]
+        yield Case("experts", "route", f"{tokens} tokens", moved, 0, [partial(route, step) for step in logits])
+        weights = self.kernels.experts(
+            0.02 * self._random(experts.num_experts, 2 * size, hidden),
+            0.02 * self._random(experts.num_experts, hidden, size),
+        )
+        x, residual = self._random(2, tokens, hidden)
+        routed = [route(step) for step in logits]
+        chosen = sum(ids.unique().numel() for ids, _ in routed) // len(routed)
+        yield Case(
+            "experts",
+            "experts + residual",
+            f"{tokens} x {top_k} of {experts.num_experts}, {hidden} -> {size} -> {hidden}",
+            (chosen * each + 3 * tokens * hidden) * item,
+            2 * tokens * top_k * each,
+            [partial(weights.add_to, residual, x, ids, shares) for ids, shares in routed],
+        )
 
     def between_products(self, rows: int) -> Iterator[Case]:
         """What lies between the products where it is a kernel of its own, and the draw of tokens."""

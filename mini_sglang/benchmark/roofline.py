@@ -27,7 +27,7 @@ class Ceilings:
 class Traffic:
     """Bytes and FLOPs that a workload cannot avoid; FLOPs are those of matrix products with weights."""
 
-    weight_bytes: int  # all weights, once a step of the longest answer
+    weight_bytes: int  # all weights, but of experts those that are chosen, once a step of the longest answer
     kv_read_bytes: int  # every decoded token reads its sequence's keys and values once
     kv_written_bytes: int
     prompt_flops: int
@@ -41,8 +41,10 @@ class Traffic:
         in_layers, head = num_weights(model)
         per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_bytes
         lengths = list(zip(prompts, outputs, strict=True))
+        # the prompts, then a token of each sequence that goes on
+        steps = [sum(prompts), *(sum(output > step for output in outputs) for step in range(1, max(outputs)))]
         return cls(
-            weight_bytes=(in_layers + head) * weight_bytes * max(outputs),
+            weight_bytes=round(sum(weights_read(model, tokens) + head for tokens in steps)) * weight_bytes,
             kv_read_bytes=per_token * sum(sum(range(prompt + 1, prompt + output)) for prompt, output in lengths),
             kv_written_bytes=per_token * (sum(prompts) + sum(outputs)),
             prompt_flops=2 * in_layers * sum(prompts),
@@ -66,12 +68,22 @@ class Traffic:
 
 
 def num_weights(model: ModelConfig) -> tuple[int, int]:
-    """Weights in the layers' matrices, and in the output head. The embedding is looked up, not read.
+    """Weights in the layers' matrices that one token meets, and in the output head. The embedding is looked up only."""
+    return round(weights_read(model, 1)), model.hidden_size * model.vocab_size
 
-    ValueError for a mixture of experts, of which a step reads what its tokens chose.
+
+def weights_read(model: ModelConfig, tokens: int) -> float:
+    """Weights in the layers' matrices that a step of `tokens` tokens has to read.
+
+    Of a mixture these are the experts that somebody is expected to choose, if all are chosen equally often.
     """
-    if model.experts is not None:
-        raise ValueError(f"the floor of a mixture of experts ({model.architecture}) is not known to bench")
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    return (attention + mlp) * model.num_layers, model.hidden_size * model.vocab_size
+    experts = model.experts
+    sparse = 0 if experts is None else sum(layer not in experts.dense_layers for layer in range(model.num_layers))
+    dense_mlps = (model.num_layers - sparse) * 3 * model.hidden_size * model.intermediate_size
+    weights = float(model.num_layers * attention + dense_mlps)
+    if experts is not None:
+        left_out = (1 - experts.experts_per_token / experts.num_experts) ** tokens  # of each expert: the chance
+        chosen = experts.num_experts * (1 - left_out)
+        weights += sparse * model.hidden_size * (experts.num_experts + 3 * experts.intermediate_size * chosen)
+    return weights

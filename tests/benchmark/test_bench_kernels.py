@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from mini_sglang.benchmark.kernel_time import GROUPS
 from mini_sglang.benchmark.kernels import Case, cases, measure_kernels, ragged_lengths
 from mini_sglang.benchmark.roofline import Ceilings
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.models.config import ExpertsConfig, ModelConfig
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.model_config import load_model_config
 
@@ -27,12 +28,17 @@ TINY = ModelConfig(
     rms_norm_eps=1e-6,
     rope_theta=1e4,
 )
+MIXTURE = dataclasses.replace(
+    TINY,
+    architecture="qwen3_moe",
+    experts=ExpertsConfig(num_experts=5, experts_per_token=2, intermediate_size=32, normalize_weights=True),
+)
 ITEM = 2
 
 
-def tiny_cases(*groups: str) -> dict[tuple[str, str], Case]:
+def tiny_cases(*groups: str, model: ModelConfig = TINY) -> dict[tuple[str, str], Case]:
     made = cases(
-        TINY,
+        model,
         groups=groups,
         page_size=16,
         device=torch.device("cpu"),
@@ -48,12 +54,13 @@ def tiny_cases(*groups: str) -> dict[tuple[str, str], Case]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs them on a CPU")
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_kernel_runs(group: str) -> None:
-    for case in tiny_cases(group).values():
+    for case in tiny_cases(group, model=MIXTURE if group == "experts" else TINY).values():
         if "cuDNN" not in case.kernel:
             for call in case.calls:
                 result = call()
-                assert isinstance(result, torch.Tensor)
-                assert result.float().isfinite().all(), case
+                for tensor in result if isinstance(result, tuple) else [result]:
+                    assert isinstance(tensor, torch.Tensor)
+                    assert tensor.float().isfinite().all(), case
 
 
 def test_decode_attention_reads_every_key_and_value_once() -> None:
@@ -73,6 +80,20 @@ def test_a_product_reads_its_weights_and_writes_its_rows() -> None:
     assert made["norm, gate_up, gate", "3 x 64 -> 192"].bytes == (64 * 192 + 3 * 64 + 3 * 96) * ITEM
     assert made["down + residual", "3 x 96 -> 64"].bytes == (96 * 64 + 3 * 96 + 2 * 3 * 64) * ITEM
     assert made["norm, head", "1 x 64 -> 300"].flops == 2 * 64 * 300
+
+
+def test_experts_read_what_is_chosen() -> None:
+    made = tiny_cases("experts", model=MIXTURE)
+    assert ("norm, gate_up, gate", "1 x 64 -> 192") not in tiny_cases("linear", model=MIXTURE)
+    one, all_of_them = (made["experts + residual", f"{tokens} x 2 of 5, 64 -> 32 -> 64"] for tokens in (1, 20))
+    each = 3 * 64 * 32
+    assert one.bytes == (2 * each + 3 * 64) * ITEM
+    assert all_of_them.bytes == (5 * each + 3 * 20 * 64) * ITEM
+    assert all_of_them.flops == 20 * 2 * 2 * each
+
+
+def test_a_dense_model_has_no_experts_to_measure() -> None:
+    assert not tiny_cases("experts")
 
 
 def test_ragged_rows_are_always_the_same() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mini_sglang.benchmark.offline import Workload
-from mini_sglang.benchmark.roofline import Ceilings, Traffic, num_weights
+from mini_sglang.benchmark.roofline import Ceilings, Traffic, num_weights, weights_read
 from mini_sglang.models.config import ExpertsConfig, ModelConfig
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.model_config import load_model_config
@@ -63,10 +63,34 @@ def test_every_decoded_token_reads_what_came_before_it() -> None:
     assert traffic.decode_flops == 2 * in_layer * 2 + 2 * head * 3
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
-    experts = ExpertsConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalize_weights=True)
-    with pytest.raises(ValueError, match="the floor of a mixture of experts"):
-        num_weights(dataclasses.replace(shape("llama-3.2-1b"), experts=experts))
+def test_a_mixture_reads_the_experts_that_somebody_chooses() -> None:
+    model = shape("qwen3-30b-a3b")
+    assert weights_read(model, 100_000) == pytest.approx(29.9e9, rel=0.01), "30 B but for head and embedding"
+    assert num_weights(model)[0] == pytest.approx(2.73e9, rel=0.01), "a token meets 8 of 128 experts"
+    expert = 3 * 2048 * 768
+    shared = weights_read(model, 0)
+    for tokens, chosen in ((1, 8), (2, 15.5), (64, 125.94)):
+        assert weights_read(model, tokens) - shared == pytest.approx(48 * expert * chosen, rel=1e-3)
+    dense = dataclasses.replace(model, experts=None)
+    assert weights_read(dense, 1) == weights_read(dense, 1000)
+
+
+def test_dense_layers_of_a_mixture_are_read_whole() -> None:
+    experts = ExpertsConfig(
+        num_experts=4, experts_per_token=2, intermediate_size=8, normalize_weights=True, dense_layers=frozenset({0, 9})
+    )
+    model = dataclasses.replace(shape("llama-3.2-1b"), num_layers=2, experts=experts)
+    dense = dataclasses.replace(model, experts=None)
+    mlp = 3 * 2048 * 8192
+    assert num_weights(model)[0] == num_weights(dense)[0] - mlp + 2048 * (4 + 2 * 3 * 8)
+
+
+def test_a_mixture_reads_fewer_experts_as_sequences_end() -> None:
+    model = shape("qwen3-30b-a3b")
+    head = num_weights(model)[1]
+    traffic = Traffic.of(model, [30, 70], [2, 3], weight_bytes=2, kv_bytes=2)
+    steps = [weights_read(model, tokens) + head for tokens in (100, 2, 1)]
+    assert traffic.weight_bytes == pytest.approx(2 * sum(steps))
 
 
 def test_an_operation_takes_the_longer_of_its_bytes_and_its_flops() -> None:
