@@ -26,7 +26,7 @@ from mini_sglang.kernels.routing import ExpertOrder, most_tiles, sort_by_expert
 
 _PROGRAMS = 264  # what a product should at least be cut into: two programs for each multiprocessor of an H100
 _ROW_TILES = 8  # whose programs follow each other, so that an expert's weights are found in the L2 cache
-_UNSORTED_TOKENS = 2  # of so few tokens each choice is a tile: hardly two of them meet in an expert
+UNSORTED_TOKENS = 2  # of so few tokens each choice is a tile: hardly two of them meet in an expert
 _COMBINE_BLOCK = 1024
 
 
@@ -99,7 +99,7 @@ def experts(
         return residual
     number, (num_experts, wide, _) = ids.numel(), gate_up.shape
     rows = tile_rows(number, num_experts, x.dtype, deterministic=deterministic)
-    order = sort_by_expert(ids, num_experts, rows) if len(x) > _UNSORTED_TOKENS else None
+    order = sort_by_expert(ids, num_experts, rows) if len(x) > UNSORTED_TOKENS else None
     first = expert_tile(rows, number, num_experts, wide, x.dtype)
     second = expert_tile(rows, number, num_experts, down.shape[1], x.dtype)
     gated = expert_product(x, gate_up, ids, order, first, gated=True)

@@ -1,0 +1,126 @@
+"""A mixture's grouped products, tile by tile: which tiles `tile_rows` and `expert_tile` should pick for which step.
+
+    python benchmarks/expert_tiles.py [--shape qwen3-30b-a3b] [--tokens 1,64,...]
+
+Per number of tokens: microseconds of routing, sorting and combining; and per product those of the tile that is picked
+and of the fastest few among all tiles, pipeline depths and numbers of warps, with the rate at which the chosen experts'
+weights are read and multiplied. Replays of CUDA graphs in which every call chooses anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from mini_sglang.benchmark.hardware import seconds_in_graph
+from mini_sglang.kernels.experts import (
+    EXPERT_TILES,
+    UNSORTED_TOKENS,
+    ExpertTile,
+    combine,
+    expert_product,
+    expert_tile,
+    tile_rows,
+)
+from mini_sglang.kernels.routing import ExpertOrder, route, sort_by_expert
+from mini_sglang.models.config import ModelConfig
+from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.model_config import load_model_config
+
+SHAPES = Path(__file__).parent / "shapes"
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+STAGES = (2, 3, 4, 5, 6)
+SHARED_BYTES = 227 << 10  # of a multiprocessor of an H100
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+CALLS = 4  # of each graph, with choices of their own
+
+Product = Callable[[torch.Tensor, ExpertOrder | None, ExpertTile], object]
+
+
+def variants(rows: int) -> Iterator[ExpertTile]:
+    for tile in EXPERT_TILES:
+        for stages in STAGES:
+            for warps in (4, 8):
+                fits = (tile.rows + tile.columns) * tile.depth * 2 * stages <= SHARED_BYTES
+                if fits and rows // 4 <= tile.rows <= 4 * rows:
+                    yield dataclasses.replace(tile, num_stages=stages, num_warps=warps)
+
+
+def seconds(product: Product, chosen: list[torch.Tensor], experts: int, tile: ExpertTile) -> float:
+    tokens = len(chosen[0])
+    orders = [sort_by_expert(ids, experts, tile.rows) if tokens > UNSORTED_TOKENS else None for ids in chosen]
+    calls = [partial(product, ids, order, tile) for ids, order in zip(chosen, orders, strict=True)]
+    return seconds_in_graph(calls, DEVICE)
+
+
+def line(tile: ExpertTile, time: float, num_bytes: int, flops: int) -> str:
+    return (
+        f"{tile.rows:4} x {tile.columns:3} x {tile.depth:3}, {tile.num_warps} warps, {tile.num_stages} stages: "
+        f"{time * 1e6:8.1f} us {num_bytes / time / 1e12:5.2f} TB/s {flops / time / 1e12:6.1f} TFLOP/s"
+    )
+
+
+def measure(model: ModelConfig, tokens: int) -> None:
+    mixture = model.experts
+    if mixture is None:
+        raise ValueError(f"a {model.architecture} has no experts")
+    experts, top_k, hidden, size = (
+        mixture.num_experts,
+        mixture.experts_per_token,
+        model.hidden_size,
+        mixture.intermediate_size,
+    )
+    random = partial(torch.randn, device=DEVICE, dtype=DTYPE)
+    gate_up, down = random(experts, 2 * size, hidden), random(experts, hidden, size)
+    logits = [random(tokens, experts) for _ in range(CALLS)]
+    x, gated, outputs = random(tokens, hidden), random(tokens * top_k, size), random(tokens * top_k, hidden)
+    routed = [route(step, top_k, normalize=True) for step in logits]
+    chosen = [ids for ids, _ in routed]
+    rows = tile_rows(tokens * top_k, experts, DTYPE, deterministic=False)
+    small = {
+        "route": [partial(route, step, top_k, normalize=True) for step in logits],
+        "sort": [partial(sort_by_expert, ids, experts, rows) for ids in chosen],
+        "combine": [partial(combine, x, outputs, weights) for _, weights in routed],
+    }
+    times = ", ".join(f"{name} {seconds_in_graph(calls, DEVICE) * 1e6:.1f} us" for name, calls in small.items())
+    print(f"{tokens} tokens: {times}", flush=True)
+    touched = sum(ids.unique().numel() for ids in chosen) / CALLS
+    products: dict[str, tuple[Product, int]] = {
+        "gate_up": (
+            lambda ids, order, tile: expert_product(x, gate_up, ids, order, tile, gated=True),
+            2 * size * hidden,
+        ),
+        "down": (lambda ids, order, tile: expert_product(gated, down, ids, order, tile, gated=False), size * hidden),
+    }
+    for name, (product, each) in products.items():
+        num_bytes, flops = round(touched * each) * 2, 2 * tokens * top_k * each
+        picked = expert_tile(rows, tokens * top_k, experts, each // (hidden if name == "gate_up" else size), DTYPE)
+        print(f"  {name:8} picked  {line(picked, seconds(product, chosen, experts, picked), num_bytes, flops)}")
+        found: list[tuple[float, ExpertTile]] = []
+        for tile in variants(rows):
+            try:
+                found.append((seconds(product, chosen, experts, tile), tile))
+            except OutOfResources:
+                continue
+        for time, tile in sorted(found, key=lambda pair: pair[0])[:4]:
+            print(f"  {name:8} fastest {line(tile, time, num_bytes, flops)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", help="a folder of benchmarks/shapes")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
+    arguments = parser.parse_args()
+    model = load_model_config(resolve_model(str(SHAPES / arguments.shape), weights_needed=False))
+    for tokens in map(int, arguments.tokens.split(",")):
+        measure(model, tokens)
+
+
+if __name__ == "__main__":
+    main()
