@@ -74,6 +74,7 @@ _FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+_GGUF_FAMILIES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}  # as llama.cpp calls them
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,8 @@ def save_gguf(
 ) -> None:
     """Write `model` as llama.cpp's converter does; its weights become those that the file holds."""
     config = model.config
-    writer = gguf.GGUFWriter(path, family)
+    architecture = _GGUF_FAMILIES.get(family, family)
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -329,18 +331,23 @@ def save_gguf(
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if hasattr(config, "num_local_experts"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     _add_rope(writer, config)
     _add_tokenizer(writer, tokenizer)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     state = model.state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight")
-    for name, tensor in state.items():
+    for name, tensor in _named_experts(state):
         module = name.split(".")[-2]
         values = tensor.numpy()
-        permute = heads.get(module) if family == "llama" else None
-        stored = interleave(values, permute) if permute else values
-        quantised = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        permute = heads.get(module) if architecture == "llama" else None
+        stored = interleave(values, permute) if permute else np.ascontiguousarray(values)
+        quantised = kind if values.ndim > 1 and not name.endswith("mlp.gate.weight") else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(stored, quantised)
         writer.add_tensor(gguf_name(name), data, raw_dtype=quantised)
         kept = gguf.quants.dequantize(data, quantised).reshape(values.shape)
@@ -350,6 +357,16 @@ def save_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _named_experts(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model, those of its experts as llama.cpp has them: gate, up and down, each for all of a layer"""
+    for name, tensor in state.items():
+        if name.endswith(".experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            yield from zip((f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), tensor.chunk(2, 1), strict=True)
+        else:
+            yield f"{name}.weight" if name.endswith(".experts.down_proj") else name, tensor
 
 
 def interleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -363,15 +380,16 @@ def deinterleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face tensor, by the gguf package's own table."""
-    found: str | None = _name_map().get_name(name, try_suffixes=(".weight", ".bias"))
+    """The GGUF name of a Hugging Face tensor, by the gguf package's own tables."""
+    names = [names.get_name(name, try_suffixes=(".weight", ".bias")) for names in _name_maps()]
+    found: str | None = next(filter(None, names), None)
     assert found is not None, name
     return found
 
 
 @functools.cache
-def _name_map() -> Any:
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)
+def _name_maps() -> list[Any]:
+    return [gguf.get_tensor_name_map(family, 8) for family in (gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.QWEN3MOE)]
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -71,6 +71,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "write_checkpoint",
         {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24, "fused": True},
     ),
+    "mistral gguf": ("write_gguf", {"family": "mistral", "head_dim": 32, "sliding_window": None}),
+    "qwen3_moe gguf Q4_1": (
+        "write_gguf",
+        {"family": "qwen3_moe", "kind": "Q4_1", "norm_topk_prob": True, **EXPERTS},
+    ),
+    "mixtral gguf Q8_0": (
+        "write_gguf",
+        {"family": "mixtral", "kind": "Q8_0", "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 

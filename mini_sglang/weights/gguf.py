@@ -52,6 +52,10 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 # Rotary factors of Llama 3.1: they are part of the configuration (see model_config), no weight.
 _NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
@@ -74,7 +78,12 @@ def open_gguf(file: GGUFFile, config: ModelConfig) -> dict[str, CheckpointTensor
     for info in file.tensors.values():
         if info.name not in _NOT_WEIGHTS:
             name = hf_name(info.name)
-            tensors[name] = GGUFTensor(file, info, name, permuted.get(_module(name)))
+            if len(info.shape) == 3:  # all experts of a layer
+                prefix, _, part = name.partition(".experts.")
+                parts = [f"{prefix}.experts.{expert}.{part}" for expert in range(info.shape[0])]
+                tensors |= {part: GGUFTensor(file, info, part, expert=index) for index, part in enumerate(parts)}
+            else:
+                tensors[name] = GGUFTensor(file, info, name, permuted.get(_module(name)))
     return tensors
 
 
@@ -88,14 +97,20 @@ def hf_name(name: str) -> str:
 
 
 class GGUFTensor:
-    """One tensor. With `heads`, rows are stored in llama.cpp's interleaved rotary order and handed out half-split."""
+    """One tensor, or with `expert` that expert's part of one.
 
-    def __init__(self, file: GGUFFile, info: TensorInfo, name: str, heads: int | None) -> None:
+    With `heads`, rows are stored in llama.cpp's interleaved rotary order and handed out half-split.
+    """
+
+    def __init__(
+        self, file: GGUFFile, info: TensorInfo, name: str, heads: int | None = None, expert: int | None = None
+    ) -> None:
         self._file = file
         self._info = info
         self._heads = heads
+        self._expert = expert
         self.name = name
-        self.shape = info.shape
+        self.shape = info.shape if expert is None else info.shape[1:]
 
     def dense(self) -> torch.Tensor:
         """The values, float32, of `shape`."""
@@ -124,6 +139,8 @@ class GGUFTensor:
     def _rows(self) -> npt.NDArray[np.uint8]:
         """The stored bytes by row, [rows, bytes per row]. Blocks never span rows, so rows can be moved as bytes."""
         rows = np.asarray(self._file.read(self._info))
+        if self._expert is not None:
+            return rows[self._expert * self.shape[0] :][: self.shape[0]]
         if self._heads is None:
             return rows
         if len(self.shape) == 1:  # a bias: one element is one row
@@ -155,8 +172,8 @@ def half_split_order(num_rows: int, heads: int) -> npt.NDArray[np.intp]:
 
 
 def _permuted_heads(config: ModelConfig) -> Mapping[str, int]:
-    """Modules whose rows llama.cpp's converter interleaves, with their head counts: q and k of the llama family."""
-    if config.architecture != "llama":
+    """Modules whose rows llama.cpp's converter interleaves, with their head counts: q and k of what it calls llama."""
+    if config.architecture not in ("llama", "mixtral"):
         return {}
     return {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
-from mini_sglang.models.config import ModelConfig, RopeScaling, eos_token_ids, stretched_length
+from mini_sglang.models.config import ExpertsConfig, ModelConfig, RopeScaling, eos_token_ids, stretched_length
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 
@@ -32,7 +32,7 @@ END_TOKEN_TEXTS = frozenset(
     }
 )
 _CONTROL_TOKEN = 3  # gguf's token type
-_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_GGUF_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 
 
 def load_model_config(source: ModelSource) -> ModelConfig:
@@ -95,8 +95,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         supported = ", ".join(_GGUF_ARCHITECTURES)
         raise ValueError(f"GGUF architecture {architecture!r} is not supported; supported are {supported}")
     keys = _Keys(file, architecture)
-    if keys.optional("expert_count", 0):
-        raise ValueError("GGUF expert_count: mixture-of-experts models are not supported")
+    experts = _experts(keys) if keys.optional("expert_count", 0) else None
+    if experts is not None and architecture not in ("llama", "qwen3moe"):
+        raise ValueError(f"GGUF expert_count {experts.num_experts} is not supported for architecture {architecture!r}")
     hidden_size, num_heads = int(keys.required("embedding_length")), keys.head_count("attention.head_count")
     head_dim = int(keys.optional("attention.key_length", hidden_size // num_heads))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -106,7 +107,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     rope_scaling = _rope_scaling(keys, head_dim, trained_length)
     embedding = file.tensors.get("token_embd.weight")
     return ModelConfig(
-        architecture=architecture,
+        # llama.cpp takes Mistral and Mixtral for kinds of Llama
+        architecture="mixtral" if architecture == "llama" and experts else _GGUF_ARCHITECTURES[architecture],
         vocab_size=embedding.shape[0] if embedding else len(file.metadata.get("tokenizer.ggml.tokens", [])),
         hidden_size=hidden_size,
         intermediate_size=int(keys.required("feed_forward_length")),
@@ -122,6 +124,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         attention_output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        experts=experts,
         dtype=_dtype(file),
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=gguf_end_token_ids(file.metadata),
@@ -153,6 +156,18 @@ class _Keys:
         if count < 1:
             raise ValueError(f"GGUF {name} must be at least 1, got {count}")
         return count
+
+
+def _experts(keys: _Keys) -> ExpertsConfig:
+    """A layer with a router has experts. Their weights are normalised unless the file says otherwise."""
+    routers = {layer: f"blk.{layer}.ffn_gate_inp.weight" for layer in range(int(keys.required("block_count")))}
+    return ExpertsConfig(
+        num_experts=int(keys.required("expert_count")),
+        experts_per_token=int(keys.required("expert_used_count")),
+        intermediate_size=int(keys.optional("expert_feed_forward_length", keys.required("feed_forward_length"))),
+        normalize_weights=bool(keys.optional("expert_weights_norm", True)),
+        dense_layers=frozenset(layer for layer, router in routers.items() if router not in keys.file.tensors),
+    )
 
 
 def _as_written(value: float) -> float:

@@ -77,6 +77,7 @@ def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
         ("output_norm.weight", "model.norm.weight"),
         ("output.weight", "lm_head.weight"),
         ("blk.12.attn_q_norm.weight", "model.layers.12.self_attn.q_norm.weight"),
+        ("blk.3.ffn_gate_inp.weight", "model.layers.3.mlp.gate.weight"),
         ("blk.0.attn_k.bias", "model.layers.0.self_attn.k_proj.bias"),
         ("blk.0.ssm_a.weight", "blk.0.ssm_a.weight"),
         ("something", "something"),
@@ -112,7 +113,7 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba'"),
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.expert_count": 8}, "no llama.expert_used_count"),
         ({"llama.attention.value_length": 8}, "attention.value_length 8"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count 8"),
         ({"llama.attention.head_count": [4, 2]}, "differs between layers"),

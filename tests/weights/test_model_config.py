@@ -94,3 +94,26 @@ def test_llama3_factors_of_the_released_models_are_recognised() -> None:
         divisors[3] *= 1.5
         with pytest.raises(ValueError, match="rope_freqs"):
             llama3_scaling(divisors, 500000.0, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        ),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    ],
+)
+def test_gguf_and_safetensors_of_one_mixture_agree(
+    write_checkpoint: Write, write_gguf: Write, family: str, config: dict[str, Any]
+) -> None:
+    folder = load_model_config(write_checkpoint(family, **config).source)
+    assert load_model_config(write_gguf(family, **config).source) == folder
+
+
+def test_llama_cpp_takes_mistral_for_llama(write_gguf: Write) -> None:
+    """So a file says nothing of a window."""
+    config = load_model_config(write_gguf("mistral", sliding_window=24).source)
+    assert (config.architecture, config.sliding_window) == ("llama", None)
