@@ -125,6 +125,22 @@ def test_every_architecture_however_the_work_is_cut_up(
     check("longest prefix first", schedule="lpm", max_running_requests=4)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe, a dense layer, normalised", "mixtral"])
+def test_mixtures_with_any_number_of_rows_in_a_step(
+    name: str, request: pytest.FixtureRequest, running: Any, generate: Any, greedy: Any
+) -> None:
+    fixture, arguments = CHECKPOINTS[name]
+    checkpoint = request.getfixturevalue(fixture)(**arguments)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.randint(1, 6))] for _ in range(64)]
+    expected = [greedy(checkpoint.model, prompt, 5) for prompt in prompts]
+    with running(checkpoint.path, cache="naive") as engine:
+        for rows in (1, 2, 17, 64):
+            steps = engine.stats().num_steps
+            assert generate(engine, prompts[:rows], num_tokens=5) == expected[:rows]
+            assert engine.stats().num_steps - steps == 5, "all rows in every step"
+
+
 def test_end_tokens_stop_as_in_transformers(write_checkpoint: Any, running: Any, greedy: Any) -> None:
     checkpoint = write_checkpoint("llama")
     rng = random.Random(1)
