@@ -81,7 +81,7 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> Exper
         CHUNK=min(triton.next_power_of_2(number), _CHUNK),
         TILE_ROWS=tile_rows,
         TILES=_TILES,
-        num_warps=4,
+        num_warps=4 if number <= _CHUNK // 2 else 8,
         **overlapped(ids.device),
     )
     return ExpertOrder(choices, tiles)
