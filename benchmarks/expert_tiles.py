@@ -3,8 +3,8 @@
     python benchmarks/expert_tiles.py [--shape qwen3-30b-a3b] [--tokens 1,64,...]
 
 Per number of tokens: microseconds of routing, sorting and combining; and per product those of the tile that is picked
-and of the fastest few among all tiles, pipeline depths and numbers of warps, with the rate at which the chosen experts'
-weights are read and multiplied. Replays of CUDA graphs in which every call chooses anew.
+and of the fastest few among CANDIDATES, pipeline depths and numbers of warps, with the rate at which the weights of
+chosen experts are read and multiplied. Replays of CUDA graphs in which every call chooses anew.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ from mini_sglang.weights.model_config import load_model_config
 
 SHAPES = Path(__file__).parent / "shapes"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+CANDIDATES = (
+    *EXPERT_TILES,
+    ExpertTile(16, 128, 64, num_warps=4, num_stages=4),
+    ExpertTile(32, 128, 128, num_warps=4, num_stages=3),
+    ExpertTile(64, 256, 64, num_warps=4, num_stages=3),
+)
 STAGES = (2, 3, 4, 5, 6)
 SHARED_BYTES = 227 << 10  # of a multiprocessor of an H100
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -44,11 +50,11 @@ Product = Callable[[torch.Tensor, ExpertOrder | None, ExpertTile], object]
 
 
 def variants(rows: int) -> Iterator[ExpertTile]:
-    for tile in EXPERT_TILES:
+    for tile in CANDIDATES:
         for stages in STAGES:
             for warps in (4, 8):
                 fits = (tile.rows + tile.columns) * tile.depth * 2 * stages <= SHARED_BYTES
-                if fits and rows // 4 <= tile.rows <= 4 * rows:
+                if fits and rows // 2 <= tile.rows <= 2 * rows:
                     yield dataclasses.replace(tile, num_stages=stages, num_warps=warps)
 
 
@@ -70,12 +76,8 @@ def measure(model: ModelConfig, tokens: int) -> None:
     mixture = model.experts
     if mixture is None:
         raise ValueError(f"a {model.architecture} has no experts")
-    experts, top_k, hidden, size = (
-        mixture.num_experts,
-        mixture.experts_per_token,
-        model.hidden_size,
-        mixture.intermediate_size,
-    )
+    experts, top_k = mixture.num_experts, mixture.experts_per_token
+    hidden, size = model.hidden_size, mixture.intermediate_size
     random = partial(torch.randn, device=DEVICE, dtype=DTYPE)
     gate_up, down = random(experts, 2 * size, hidden), random(experts, hidden, size)
     logits = [random(tokens, experts) for _ in range(CALLS)]
