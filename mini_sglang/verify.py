@@ -179,4 +179,5 @@ def _hf_config(config: ModelConfig) -> Any:
         tie_word_embeddings=config.tie_word_embeddings,
         attention_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
+        pad_token_id=None,  # a family's own may lie beyond this vocabulary
     )

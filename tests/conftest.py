@@ -21,21 +21,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import mini_sglang
@@ -66,15 +56,8 @@ ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-_FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-}
 _GGUF_FAMILIES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}  # as llama.cpp calls them
+_INTERLEAVED = {"llama", "smollm3"}  # of llama.cpp's families: those whose converter reorders the rows of q and k
 
 
 @dataclass(frozen=True)
@@ -123,8 +106,8 @@ def write_checkpoint(
 ) -> WriteCheckpoint:
     """`write_checkpoint(family, *, seed=0, sharded=False, fused=False, rope=None, **config)` → a folder of safetensors.
 
-    `family` is a key of _FAMILIES, `rope` of ROPE_SCALINGS; other keywords change the config. With `fused` all experts
-    of a layer are one tensor, as transformers 5 holds them, else in the published layout.
+    `family` is a `model_type` of transformers, `rope` a key of ROPE_SCALINGS; other keywords change the config.
+    With `fused` all experts of a layer are one tensor, as transformers 5 holds them, else in the published layout.
     """
 
     def write(
@@ -281,7 +264,6 @@ def make_ragged_prompts(count: int, vocab_size: int) -> list[list[int]]:
 
 def make_model(family: str, *, seed: int = 0, rope: str | None = None, **config: Any) -> PreTrainedModel:
     """A random model, large enough that greedy tokens vary and small enough to run in milliseconds."""
-    config_class, model_class = _FAMILIES[family]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -299,7 +281,9 @@ def make_model(family: str, *, seed: int = 0, rope: str | None = None, **config:
         "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**settings, **config})).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**settings, **config})
+    ).eval()
     with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide mistakes
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
@@ -345,11 +329,11 @@ def save_gguf(
     for name, tensor in _named_experts(state):
         module = name.split(".")[-2]
         values = tensor.numpy()
-        permute = heads.get(module) if architecture == "llama" else None
+        permute = heads.get(module) if architecture in _INTERLEAVED else None
         stored = interleave(values, permute) if permute else np.ascontiguousarray(values)
         quantised = kind if values.ndim > 1 and not name.endswith("mlp.gate.weight") else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(stored, quantised)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=quantised)
+        writer.add_tensor(gguf_name(architecture, name), data, raw_dtype=quantised)
         kept = gguf.quants.dequantize(data, quantised).reshape(values.shape)
         with torch.no_grad():
             tensor.copy_(torch.from_numpy(deinterleave(kept, permute) if permute else kept.copy()))
@@ -379,17 +363,17 @@ def deinterleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape).copy()
 
 
-def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face tensor, by the gguf package's own tables."""
-    names = [names.get_name(name, try_suffixes=(".weight", ".bias")) for names in _name_maps()]
-    found: str | None = next(filter(None, names), None)
+def gguf_name(architecture: str, name: str) -> str:
+    """The GGUF name of a Hugging Face tensor, by the gguf package's table for what llama.cpp calls `architecture`."""
+    found: str | None = _name_map(architecture).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
 
 
 @functools.cache
-def _name_maps() -> list[Any]:
-    return [gguf.get_tensor_name_map(family, 8) for family in (gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.QWEN3MOE)]
+def _name_map(architecture: str) -> Any:
+    (family,) = (family for family, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(family, 8)
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -71,6 +71,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "write_checkpoint",
         {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24, "fused": True},
     ),
+    "smollm3, tied": ("write_checkpoint", {"family": "smollm3", "num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3, listed layers, yarn rope, biases": (
+        "write_checkpoint",
+        {"family": "smollm3", "no_rope_layers": [0, 1, 0], "rope": "yarn", "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3 gguf": ("write_gguf", {"family": "smollm3", "num_hidden_layers": 5}),
+    "olmo2": ("write_checkpoint", {"family": "olmo2"}),
+    "olmo2, wide heads, biases, tied": (
+        "write_checkpoint",
+        {"family": "olmo2", "head_dim": 32, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "olmo2 gguf Q4_1": ("write_gguf", {"family": "olmo2", "kind": "Q4_1"}),
     "mistral gguf": ("write_gguf", {"family": "mistral", "head_dim": 32, "sliding_window": None}),
     "qwen3_moe gguf Q4_1": (
         "write_gguf",

@@ -306,6 +306,8 @@ class TestByteLevelKinds:
             ("smollm", ["I", "'LL", " x", " ", "1", "2", "3", "4", "  ", " y", "!\n\n"]),
             ("qwen2", ["I", "'LL", " x", " ", "1", "2", "3", "4", "  ", " y", "!\n\n"]),
             ("llama-bpe", ["I", "'LL", " x", " ", "123", "4", "  ", " y", "!\n\n"]),
+            ("smaug-bpe", ["I", "'LL", " x", " ", "123", "4", "  ", " y", "!\n\n"]),
+            ("dbrx", ["I", "'LL", " x", " ", "123", "4", "  ", " y", "!\n\n"]),
         ],
     )
     def test_contractions_digits_and_spaces(self, pre: str, expected: list[str]) -> None:

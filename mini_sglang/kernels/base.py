@@ -76,8 +76,8 @@ class Matrix(Protocol):
         """x W^T + bias, of x or of its norm. x [T, in] -> [T, out], in `out` (contiguous) where that is given"""
         ...
 
-    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        """silu(first half) * second half of the product of x's norm. x [T, in] -> [T, out / 2]
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(first half) * second half of the product of x, or of its norm. x [T, in] -> [T, out / 2]
 
         `ahead` is the weight that is needed next: a device may begin to fetch it.
         """
@@ -209,7 +209,7 @@ class TorchMatrix:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
         return linear(x, self.weight, self._bias, out)
 
-    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

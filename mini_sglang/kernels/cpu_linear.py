@@ -33,7 +33,7 @@ class CpuMatrix:
         y = self._dense.multiply(x) if self._int4 is None or len(x) > _MAX_PACKED_ROWS else self._int4.multiply(x)
         return y if out is None else out.copy_(y)
 
-    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

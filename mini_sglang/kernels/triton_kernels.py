@@ -73,7 +73,7 @@ class TritonMatrix:
             x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
         return linear(x, self.weight, self._bias, out)
 
-    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
             return gemv(x, self.weight, bias=self._bias, norm=norm, gated=True)
         return silu_mul(self.product(x, norm), ahead=ahead)
@@ -97,7 +97,7 @@ class InvariantMatrix:
             x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
         return matmul(x, self.weight, self._bias, out=out)
 
-    def gated(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return silu_mul(self.product(x, norm), ahead=ahead)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
@@ -14,10 +16,22 @@ from mini_sglang.weights.tensor import WeightSlot
 
 
 class Attention:
-    """Grouped-query attention (Ainslie et al., arXiv 2305.13245); `qk_norm` normalises each head of q and k."""
+    """Grouped-query attention (Ainslie et al., arXiv 2305.13245).
 
-    def __init__(self, config: ModelConfig, placement: Placement, layer: int, *, qk_norm: bool = False) -> None:
-        self._layer = layer
+    `qk_norm` normalises each head of q and k, or all heads of a token as a whole. With `post_norm` the layer's norm is
+    that of the output, not of the input.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        layer: int,
+        *,
+        qk_norm: Literal["heads", "whole"] | None = None,
+        post_norm: bool = False,
+    ) -> None:
+        self._layer, self._post_norm, self._norms_whole = layer, post_norm, qk_norm == "whole"
         self._kernels, self._eps = placement.kernels, config.rms_norm_eps
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._qkv = Linear(
@@ -27,20 +41,34 @@ class Attention:
             bias=config.attention_bias,
         )
         self._out = Linear(q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias)
-        self._q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
-        self._k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
+        q_norm_size, k_norm_size = (q_size, kv_size) if self._norms_whole else (config.head_dim, config.head_dim)
+        self._q_norm = RMSNorm(q_norm_size, config.rms_norm_eps, placement) if qk_norm else None
+        self._k_norm = RMSNorm(k_norm_size, config.rms_norm_eps, placement) if qk_norm else None
 
     def __call__(
         self, x: torch.Tensor, norm: RMSNorm, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [tokens, hidden] -> x + attention(norm(x)), of all tokens or of `rows` [S] int64 alone"""
+        """x [tokens, hidden] -> x + attention(norm(x)), of all tokens or of `rows` [S] int64 alone
+
+        With `post_norm`: x + norm(attention(x)).
+        """
+        before, after = (None, norm) if self._post_norm else (norm, None)
+        qkv = self._qkv(x, before)
         q_norm = None if self._q_norm is None else self._q_norm.weight
         k_norm = None if self._k_norm is None else self._k_norm.weight
-        q = self._kernels.rope_store(self._qkv(x, norm), rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
+        if self._norms_whole and q_norm is not None and k_norm is not None:
+            qkv, q_norm, k_norm = self._normalised(qkv, q_norm, k_norm), None, None
+        q = self._kernels.rope_store(qkv, rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
         attended = plan.attend(q, self._layer).flatten(1)
         if rows is not None:
             x, attended = x[rows], attended[rows]
-        return self._out.add_to(x, attended)
+        return self._out.add_to(x, attended, after)
+
+    def _normalised(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:
+        """qkv [tokens, (heads + 2 kv_heads) * head_dim] with q and k normalised over all their heads"""
+        q, k, v = qkv.split((len(q_norm), len(k_norm), len(k_norm)), dim=1)
+        q, k = (self._kernels.rms_norm(x, weight, self._eps) for x, weight in ((q, q_norm), (k, k_norm)))
+        return torch.cat((q, k, v), dim=1)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._qkv.weight_slots(prefix) | self._out.weight_slots(prefix)

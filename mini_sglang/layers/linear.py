@@ -42,16 +42,18 @@ class Linear:
         """[out, in] as a device reads it, for who may begin to fetch it; None where it was laid out in another way"""
         return self._matrix.weight
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm, ahead: torch.Tensor | None) -> torch.Tensor:
-        """silu(first half) * second half of the product of x's norm. x [rows, in] -> [rows, out / 2]
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None, ahead: torch.Tensor | None) -> torch.Tensor:
+        """silu(first half) * second half of the product of x, or of its norm. x [rows, in] -> [rows, out / 2]
 
         `ahead` is the weight that is needed next: a device may begin to fetch it.
         """
-        return self._matrix.gated(x, norm.parameters, ahead)
+        return self._matrix.gated(x, None if norm is None else norm.parameters, ahead)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [rows, out] + the product of x [rows, in] -> [rows, out]; may overwrite `residual`"""
-        return self._matrix.add_to(residual, x)
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """residual [rows, out] + the product of x [rows, in], or + its norm -> [rows, out]; may overwrite `residual`"""
+        if norm is None:
+            return self._matrix.add_to(residual, x)
+        return residual + self._placement.kernels.rms_norm(self._matrix.product(x), norm.weight, norm.eps)
 
     @property
     def _matrix(self) -> Matrix:

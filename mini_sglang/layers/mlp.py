@@ -12,17 +12,19 @@ from mini_sglang.weights.tensor import WeightSlot
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up stacked into one product."""
+    """down(silu(gate(x)) * up(x)), gate and up stacked into one product; `post_norm` as in `Attention`."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, layer: int) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, layer: int, *, post_norm: bool = False) -> None:
+        self._post_norm = post_norm
         size = config.intermediate_size
         parts = {"gate_proj": size, "up_proj": size}
         self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias)
         self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias)
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """x [tokens, hidden] -> x + mlp(norm(x))"""
-        return self._down.add_to(x, self._gate_up.gated(x, norm, ahead=self._down.weight))
+        """x [tokens, hidden] -> x + mlp(norm(x)), with `post_norm` x + norm(mlp(x))"""
+        before, after = (None, norm) if self._post_norm else (norm, None)
+        return self._down.add_to(x, self._gate_up.gated(x, before, ahead=self._down.weight), after)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         return self._gate_up.weight_slots(prefix) | self._down.weight_slots(prefix)

@@ -14,18 +14,32 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig, RopeScaling
 
 
-class RotaryTable:
-    """Rotations of positions 0 to `context_length` - 1."""
+class RotaryTables:
+    """Rotations of positions 0 to `context_length` - 1 in each layer.
+
+    A layer without rotation (NoPE, Kazemnejad et al., arXiv 2305.19466) has a table of its own, of angles 0.
+    """
 
     def __init__(self, config: ModelConfig, context_length: int, placement: Placement) -> None:
         inverse, amplitude = inverse_frequencies(config)
-        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
-        self._cos = (angles.cos() * amplitude).to(placement.device, placement.dtype)
-        self._sin = (angles.sin() * amplitude).to(placement.device, placement.dtype)
+        self._tables = [_table(inverse, amplitude, context_length, placement)]
+        if config.unrotated_layers:
+            self._tables.append(_table(torch.zeros_like(inverse), 1.0, context_length, placement))
+        self._of_layers = [int(layer in config.unrotated_layers) for layer in range(config.num_layers)]
 
-    def at(self, positions: torch.Tensor) -> Rotation:
-        """positions [tokens] int64"""
-        return Rotation(self._cos, self._sin, positions)
+    def at(self, positions: torch.Tensor) -> list[Rotation]:
+        """positions [tokens] int64 -> their rotation in each layer"""
+        rotations = [Rotation(cos, sin, positions) for cos, sin in self._tables]
+        return [rotations[table] for table in self._of_layers]
+
+
+def _table(
+    inverse: torch.Tensor, amplitude: float, context_length: int, placement: Placement
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every position, [context_length, head_dim / 2]"""
+    angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
+    cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
+    return cos.to(placement.device, placement.dtype), sin.to(placement.device, placement.dtype)
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:

@@ -71,6 +71,7 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None  # every layer's tokens see so many positions, their own included; None: all
+    unrotated_layers: frozenset[int] = frozenset()  # attend without positions (SmolLM3)
     experts: ExpertsConfig | None = None  # None: every layer has one MLP
     dtype: str = "float32"  # of the checkpoint: "float32" | "bfloat16" | "float16"
     bos_token_id: int | None = None
@@ -115,11 +116,12 @@ class ModelConfig:
             rms_norm_eps=float(_optional(config, "rms_norm_eps", family.rms_norm_eps)),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            tie_word_embeddings=bool(_optional(config, "tie_word_embeddings", family.tied)),
             attention_bias=attention_bias,
             attention_output_bias=attention_bias and not family.qkv_bias,
             mlp_bias=family.mlp_bias_allowed and bool(config.get("mlp_bias")),
             sliding_window=family.sliding_window(config),
+            unrotated_layers=family.unrotated_layers(config),
             experts=family.experts(config),
             dtype=_dtype(config),
             bos_token_id=_first_id(config.get("bos_token_id")),
@@ -151,6 +153,29 @@ def _mixtral_window(config: Mapping[str, Any]) -> int | None:
     return _window(config, None)
 
 
+def _qwen2_window(config: Mapping[str, Any]) -> int | None:
+    """None: the layers from max_window_layers on may slide while the others do not, and such models are refused.
+
+    Without the key transformers takes 28.
+    """
+    slides = _optional(config, "max_window_layers", 28) < _size(config, "num_hidden_layers")
+    _refuse_window(config, slides=slides)
+    return None
+
+
+def _smollm3_window(config: Mapping[str, Any]) -> int | None:
+    """None: the layers without rotation may slide while the others do not, and such models are refused."""
+    _refuse_window(config, slides=bool(_smollm3_unrotated(config)))
+    return None
+
+
+def _refuse_window(config: Mapping[str, Any], *, slides: bool) -> None:
+    """Some layers would slide, unless `layer_types`, which is looked at for every family, says otherwise."""
+    window = config.get("sliding_window")
+    if slides and window and config.get("use_sliding_window") and not config.get("layer_types"):
+        raise ValueError(f"sliding_window {window} in some of the layers is not supported")
+
+
 def _qwen3_moe_window(config: Mapping[str, Any]) -> int | None:
     return _window(config, 4096) if config.get("use_sliding_window") else None
 
@@ -158,6 +183,22 @@ def _qwen3_moe_window(config: Mapping[str, Any]) -> int | None:
 def _window(config: Mapping[str, Any], default: int | None) -> int | None:
     """null means no window, an absent key the default"""
     return None if config.get("sliding_window", default) is None else _size(config, "sliding_window", default)
+
+
+def _all_rotated(config: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset()
+
+
+def _smollm3_unrotated(config: Mapping[str, Any]) -> frozenset[int]:
+    """Against its name, `no_rope_layers` holds a 1 for each layer that rotates; it may be longer than the model."""
+    layers = range(_size(config, "num_hidden_layers"))
+    rotates = config.get("no_rope_layers")
+    if rotates is None:
+        interval = _size(config, "no_rope_layer_interval", 4)
+        rotates = [(layer + 1) % interval for layer in layers]
+    if not isinstance(rotates, list) or len(rotates) < len(layers):
+        raise ValueError(f"no_rope_layers must list each of the {len(layers)} layers, got {rotates!r}")
+    return frozenset(layer for layer in layers if not rotates[layer])
 
 
 def _no_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
@@ -197,7 +238,9 @@ class _Family:
     mlp_bias_allowed: bool = False
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    tied: bool = False
     sliding_window: Callable[[Mapping[str, Any]], int | None] = _no_window  # the one that all layers share
+    unrotated_layers: Callable[[Mapping[str, Any]], frozenset[int]] = _all_rotated
     experts: Callable[[Mapping[str, Any]], ExpertsConfig | None] = _no_experts
 
 
@@ -211,9 +254,18 @@ _FAMILIES: Mapping[str, _Family] = {
         sliding_window=_mixtral_window,
         experts=_mixtral_experts,
     ),
-    "qwen2": _Family(context_length=32768, qkv_bias=True),
-    "qwen3": _Family(context_length=32768, head_dim=128),
+    "olmo2": _Family(context_length=2048, rms_norm_eps=1e-5),
+    "qwen2": _Family(context_length=32768, qkv_bias=True, sliding_window=_qwen2_window),
+    "qwen3": _Family(context_length=32768, head_dim=128, sliding_window=_qwen2_window),
     "qwen3_moe": _Family(context_length=32768, sliding_window=_qwen3_moe_window, experts=_qwen3_moe_experts),
+    "smollm3": _Family(
+        context_length=32768,
+        mlp_bias_allowed=True,
+        rope_theta=2e6,
+        tied=True,
+        sliding_window=_smollm3_window,
+        unrotated_layers=_smollm3_unrotated,
+    ),
 }
 
 
@@ -238,10 +290,6 @@ def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
     layer_types = set(config.get("layer_types") or ())
     if family.sliding_window(config) is not None and len(layer_types) <= 1:
         return
-    if not layer_types and config.get("use_sliding_window") and config.get("sliding_window"):
-        # The layers from max_window_layers on slide; without the key transformers takes 28.
-        slides = _optional(config, "max_window_layers", 28) < _size(config, "num_hidden_layers")
-        layer_types = {"sliding_attention"} if slides else set()
     if layer_types - {"full_attention"}:
         kinds = ", ".join(sorted(layer_types - {"full_attention"}))
         raise ValueError(f"layer_types {kinds} (sliding_window {config.get('sliding_window')}) are not supported")

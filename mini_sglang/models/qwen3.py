@@ -12,4 +12,4 @@ from mini_sglang.models.transformer import Transformer
 
 
 def qwen3(config: ModelConfig, placement: Placement) -> Transformer:
-    return Transformer(config, placement, attention=partial(Attention, qk_norm=True), mlp=GatedMLP)
+    return Transformer(config, placement, attention=partial(Attention, qk_norm="heads"), mlp=GatedMLP)

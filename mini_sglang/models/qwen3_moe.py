@@ -13,7 +13,7 @@ from mini_sglang.models.transformer import MLPPart, Transformer
 
 
 def qwen3_moe(config: ModelConfig, placement: Placement) -> Transformer:
-    return Transformer(config, placement, attention=partial(Attention, qk_norm=True), mlp=_mlp)
+    return Transformer(config, placement, attention=partial(Attention, qk_norm="heads"), mlp=_mlp)
 
 
 def _mlp(config: ModelConfig, placement: Placement, layer: int) -> MLPPart:

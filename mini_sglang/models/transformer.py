@@ -13,7 +13,7 @@ from mini_sglang.layers.embedding import Embedding
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.layers.rotary import RotaryTable
+from mini_sglang.layers.rotary import RotaryTables
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.weights.tensor import WeightSlot
@@ -36,7 +36,8 @@ class MLPPart(Protocol):
 class Transformer:
     """Embedding, `num_layers` blocks of attention and MLP, final norm, output head.
 
-    `attention` and `mlp` make the parts of one layer from (config, placement, layer index).
+    `attention` and `mlp` make the parts of one layer from (config, placement, layer index); `norms` are names of the
+    checkpoint: of the norms that the two are handed.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class Transformer:
         *,
         attention: Callable[[ModelConfig, Placement, int], AttentionPart],
         mlp: Callable[[ModelConfig, Placement, int], MLPPart],
+        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     ) -> None:
         self.config = config
         self._placement = placement
         self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
-        self._rotary = RotaryTable(config, config.context_length, placement)
+        self._rotary = RotaryTables(config, config.context_length, placement)
         self._blocks = [
-            Block(config, placement, attention(config, placement, layer), mlp(config, placement, layer))
+            Block(config, placement, attention(config, placement, layer), mlp(config, placement, layer), norms)
             for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
@@ -61,10 +63,10 @@ class Transformer:
     def __call__(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`; the first rows of `out` where that is given"""
         x = self._embedding(batch.input_ids)
-        rotation = self._rotary.at(batch.positions)
-        for block in self._blocks[:-1]:
+        *rotations, last_rotation = self._rotary.at(batch.positions)
+        for block, rotation in zip(self._blocks[:-1], rotations, strict=True):
             x = block(x, rotation, batch.plan)
-        x = self._blocks[-1](x, rotation, batch.plan, batch.logit_rows)
+        x = self._blocks[-1](x, last_rotation, batch.plan, batch.logit_rows)
         return self._head(x, self._norm, None if out is None else out[: len(x)])
 
     def empty_logits(self, rows: int) -> torch.Tensor:
@@ -84,25 +86,34 @@ class Transformer:
 
 
 class Block:
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or x + norm(attention(x)), if the parts are such."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, attention: AttentionPart, mlp: MLPPart) -> None:
-        self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        attention: AttentionPart,
+        mlp: MLPPart,
+        norms: tuple[str, str],
+    ) -> None:
+        self._norm_names = norms
+        self._attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._attention = attention
-        self._post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self._mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._mlp = mlp
 
     def __call__(
         self, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [tokens, hidden] -> the same shape; with `rows` [S] int64 only these go on behind attention"""
-        x = self._attention(x, self._input_norm, rotation, plan, rows)
-        return self._mlp(x, self._post_norm)
+        x = self._attention(x, self._attention_norm, rotation, plan, rows)
+        return self._mlp(x, self._mlp_norm)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
+        of_attention, of_mlp = self._norm_names
         return {
-            f"{prefix}.input_layernorm.weight": self._input_norm.weight_slot(),
-            f"{prefix}.post_attention_layernorm.weight": self._post_norm.weight_slot(),
+            f"{prefix}.{of_attention}.weight": self._attention_norm.weight_slot(),
+            f"{prefix}.{of_mlp}.weight": self._mlp_norm.weight_slot(),
             **self._attention.weight_slots(f"{prefix}.self_attn"),
             **self._mlp.weight_slots(f"{prefix}.mlp"),
         }

@@ -48,10 +48,12 @@ _LAYER_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
@@ -172,8 +174,8 @@ def half_split_order(num_rows: int, heads: int) -> npt.NDArray[np.intp]:
 
 
 def _permuted_heads(config: ModelConfig) -> Mapping[str, int]:
-    """Modules whose rows llama.cpp's converter interleaves, with their head counts: q and k of what it calls llama."""
-    if config.architecture not in ("llama", "mixtral"):
+    """Modules whose rows llama.cpp's converter interleaves, with their head counts: q and k of its LlamaModels."""
+    if config.architecture not in ("llama", "mixtral", "smollm3"):
         return {}
     return {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 

@@ -40,7 +40,8 @@ class _PreTokenizer:
 
 _GPT2_STYLE = _PreTokenizer((_byte_level(use_regex=True),))
 _SINGLE_DIGITS = _PreTokenizer((_DIGITS, _byte_level(use_regex=True)))
-_LLAMA3_STYLE = _PreTokenizer((_split(_LLAMA3), _byte_level(use_regex=False)), ignore_merges=True, adds_bos=True)
+_LLAMA3_STEPS = (_split(_LLAMA3), _byte_level(use_regex=False))
+_LLAMA3_STYLE = _PreTokenizer(_LLAMA3_STEPS, ignore_merges=True, adds_bos=True)
 _QWEN2_STEPS = (_split(_QWEN2), _byte_level(use_regex=False))
 _DEEPSEEK_CODER = _PreTokenizer(
     (
@@ -75,6 +76,8 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "llama3": _LLAMA3_STYLE,
     "llama-v3": _LLAMA3_STYLE,
     "falcon3": _LLAMA3_STYLE,
+    "smaug-bpe": _PreTokenizer(_LLAMA3_STEPS),  # SmolLM3
+    "dbrx": _PreTokenizer(_LLAMA3_STEPS),  # OLMo 2
     "qwen2": _PreTokenizer(_QWEN2_STEPS, normalizer={"type": "NFC"}),
     "deepseek-r1-qwen": _PreTokenizer(_QWEN2_STEPS),
     "deepseek-coder": _DEEPSEEK_CODER,

@@ -32,7 +32,14 @@ END_TOKEN_TEXTS = frozenset(
     }
 )
 _CONTROL_TOKEN = 3  # gguf's token type
-_GGUF_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+_GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "olmo2": "olmo2",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "smollm3": "smollm3",
+}
 
 
 def load_model_config(source: ModelSource) -> ModelConfig:
@@ -98,7 +105,10 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     experts = _experts(keys) if keys.optional("expert_count", 0) else None
     if experts is not None and architecture not in ("llama", "qwen3moe"):
         raise ValueError(f"GGUF expert_count {experts.num_experts} is not supported for architecture {architecture!r}")
+    if architecture == "olmo2" and (window := keys.optional("attention.sliding_window", 0)):  # so it is an OLMo 3
+        raise ValueError(f"GGUF attention.sliding_window {window} is not supported for architecture {architecture!r}")
     hidden_size, num_heads = int(keys.required("embedding_length")), keys.head_count("attention.head_count")
+    num_layers = int(keys.required("block_count"))
     head_dim = int(keys.optional("attention.key_length", hidden_size // num_heads))
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.optional(name, head_dim) != head_dim:
@@ -112,7 +122,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         vocab_size=embedding.shape[0] if embedding else len(file.metadata.get("tokenizer.ggml.tokens", [])),
         hidden_size=hidden_size,
         intermediate_size=int(keys.required("feed_forward_length")),
-        num_layers=int(keys.required("block_count")),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=keys.head_count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -124,6 +134,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         attention_output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        # every fourth, which no metadata say: llama.cpp has it in its code
+        unrotated_layers=frozenset(range(3, num_layers, 4)) if architecture == "smollm3" else frozenset(),
         experts=experts,
         dtype=_dtype(file),
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),

@@ -41,6 +41,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "write_checkpoint",
         {"family": "qwen3", "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
     ),
+    "smollm3, yarn rope, tied": (
+        "write_checkpoint",
+        {"family": "smollm3", "num_hidden_layers": 4, "rope": "yarn", "tie_word_embeddings": True},
+    ),
+    "olmo2": ("write_checkpoint", {"family": "olmo2"}),
     "mistral, window of 24": ("write_checkpoint", {"family": "mistral", "sliding_window": 24}),
     "mixtral, window of 24": (
         "write_checkpoint",

@@ -7,17 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from transformers import (
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, Qwen3Config, SmolLM3Config
 
 from mini_sglang.models.config import ExpertsConfig, ModelConfig, RopeScaling
+from mini_sglang.models.registry import ARCHITECTURES
 
 # As published with Llama-3.1-8B-Instruct, shortened.
 LLAMA_3_1: dict[str, Any] = {
@@ -130,31 +123,53 @@ def test_llama_attention_bias_includes_the_output_projection() -> None:
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, True, True)
 
 
-@pytest.mark.parametrize(
-    "config_class", [LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
-)
-def test_what_transformers_writes_is_read_as_transformers_means_it(config_class: type[PreTrainedConfig]) -> None:
-    theirs = config_class(num_attention_heads=8, num_key_value_heads=2, hidden_size=512, vocab_size=1000)
+@pytest.mark.parametrize("family", list(ARCHITECTURES))
+def test_what_transformers_writes_is_read_as_transformers_means_it(family: str) -> None:
+    theirs = AutoConfig.for_model(
+        family, num_attention_heads=8, num_key_value_heads=2, hidden_size=512, vocab_size=1000
+    )
     ours = ModelConfig.from_hf(theirs.to_dict())
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 8)
     assert (ours.num_heads, ours.num_kv_heads) == (8, 2)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.context_length == theirs.max_position_embeddings
-    if config_class in (MistralConfig, MixtralConfig, Qwen3MoeConfig):
-        assert ours.sliding_window == theirs.sliding_window
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
 
 
-@pytest.mark.parametrize("config_class", [MistralConfig, MixtralConfig, Qwen3MoeConfig])
-def test_what_a_config_leaves_out_is_what_transformers_takes(config_class: type[PreTrainedConfig]) -> None:
+@pytest.mark.parametrize("family", list(ARCHITECTURES))
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
     """All but num_key_value_heads, which every published config of these families gives."""
-    sizes = {"num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 64}
-    written = config_class(vocab_size=99, **sizes).to_dict()
-    short = {"model_type": written["model_type"], "vocab_size": 99, **sizes}
-    kv_heads = written["num_key_value_heads"]
-    assert ModelConfig.from_hf({**written, "eos_token_id": None, "bos_token_id": None}) == ModelConfig.from_hf(
-        {**short, "num_key_value_heads": kv_heads}
-    )
+    sizes = {"num_attention_heads": 8, "num_hidden_layers": 5, "hidden_size": 512, "intermediate_size": 64}
+    short = {"model_type": family, "vocab_size": 99, **sizes, "num_key_value_heads": 4}
+    written = AutoConfig.for_model(**short).to_dict()
+    assert ModelConfig.from_hf({**written, "eos_token_id": None, "bos_token_id": None}) == ModelConfig.from_hf(short)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [0, 1, 1, 0, 1, 1, 0, 0]}, {"no_rope_layers": [1] * 6}],
+)
+def test_smollm3_layers_without_rotation(settings: dict[str, Any]) -> None:
+    theirs = SmolLM3Config(num_hidden_layers=6, **settings)
+    wanted = {layer for layer, rotates in enumerate(theirs.no_rope_layers[:6]) if not rotates}
+    assert ModelConfig.from_hf(theirs.to_dict()).unrotated_layers == wanted
+    assert ModelConfig.from_hf({**without(theirs.to_dict(), "no_rope_layers"), **settings}).unrotated_layers == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers must list each of the 36 layers, got [1, 0]"),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "'no_rope_layer_interval' must be an integer"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window 512"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_a_smollm3_that_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_hf({**without(SmolLM3Config().to_dict(), "layer_types"), **changes})
 
 
 def test_qwen3_moe() -> None:

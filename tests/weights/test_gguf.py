@@ -78,6 +78,8 @@ def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
         ("output.weight", "lm_head.weight"),
         ("blk.12.attn_q_norm.weight", "model.layers.12.self_attn.q_norm.weight"),
         ("blk.3.ffn_gate_inp.weight", "model.layers.3.mlp.gate.weight"),
+        ("blk.1.post_attention_norm.weight", "model.layers.1.post_attention_layernorm.weight"),
+        ("blk.1.post_ffw_norm.weight", "model.layers.1.post_feedforward_layernorm.weight"),
         ("blk.0.attn_k.bias", "model.layers.0.self_attn.k_proj.bias"),
         ("blk.0.ssm_a.weight", "blk.0.ssm_a.weight"),
         ("something", "something"),
@@ -107,6 +109,14 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             GGUFFile(path)
+
+
+def test_an_olmo_3_is_not_taken_for_an_olmo_2(write_gguf: Callable[..., Any]) -> None:
+    """llama.cpp has one name for both."""
+    file = GGUFFile(write_gguf("olmo2").path)
+    file.metadata["olmo2.attention.sliding_window"] = 4096
+    with pytest.raises(ValueError, match="sliding_window 4096 is not supported for architecture 'olmo2'"):
+        config_from_gguf(file)
 
 
 @pytest.mark.parametrize(
