@@ -14,19 +14,25 @@ from mini_sglang.weights.tensor import WeightSlot
 
 
 class Attention:
-    """Grouped-query attention (Ainslie et al., arXiv 2305.13245); `qk_norm` normalises each head of q and k."""
+    """Grouped-query attention (Ainslie et al., arXiv 2305.13245); `qk_norm` normalises each head of q and k.
+
+    Each rank attends with its own heads, which the pool of the plan holds; their outputs meet in the projection back.
+    """
 
     def __init__(self, config: ModelConfig, placement: Placement, layer: int, *, qk_norm: bool = False) -> None:
         self._layer = layer
         self._kernels, self._eps = placement.kernels, config.rms_norm_eps
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        heads = placement.parallel.heads(config.num_heads, config.num_kv_heads)
+        q_size, kv_size = heads.queries.times(config.head_dim), heads.kv.times(config.head_dim)
         self._qkv = Linear(
             config.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             placement,
             bias=config.attention_bias,
         )
-        self._out = Linear(q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias)
+        self._out = Linear(
+            q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias, summed=True
+        )
         self._q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
         self._k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if qk_norm else None
 
