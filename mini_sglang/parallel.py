@@ -26,6 +26,10 @@ _TIMEOUT = datetime.timedelta(minutes=30)  # a rank may wait long for another to
 _LANES = 16  # what sizes of shards are rounded up to: kernels read rows of 32 bytes and more
 
 
+class RankError(RuntimeError):
+    """One rank has failed, and with it all; the message names it and says why."""
+
+
 class CollectiveError(RuntimeError):
     """An operation over all ranks failed, most likely because another rank has ended."""
 

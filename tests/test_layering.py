@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights.hub",
         "cli",
     },
-    "cli": {"config", "benchmark", "chat", "llm", "request", "server", "verify", "weights"},
+    "cli": {"config", "benchmark", "chat", "execution", "llm", "parallel", "request", "server", "verify", "weights"},
 }
 TORCH_FREE = ["request", "config", "scheduling", "detokenizer", "messages", "server"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,12 +13,14 @@ from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.model_runner import Sampled
 from mini_sglang.execution.rank import DTYPES, Rank, find_model, kv_dtype, page_bytes, resolved
-from mini_sglang.execution.ranks import RankError, Ranks
 from mini_sglang.models.config import ModelConfig
-from mini_sglang.parallel import SINGLE
+from mini_sglang.parallel import SINGLE, RankError
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import has_packed_blocks
+
+if TYPE_CHECKING:  # it needs ZeroMQ
+    from mini_sglang.execution.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class Executor:
         self.config = resolve(config, model_config, source)
         self._max_rows = resolved(self.config.max_running_requests)
         self._landings: list[_Landing] = []
-        self._ranks = Ranks(self.config) if self.config.tp > 1 else None
+        self._ranks = _start_ranks(self.config) if self.config.tp > 1 else None
         try:
             with self._together():
                 parallel = SINGLE if self._ranks is None else self._ranks.connect()
@@ -129,6 +131,13 @@ class Executor:
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.guard()
+
+
+def _start_ranks(config: EngineConfig) -> Ranks:
+    """Imported here, since one rank has no use for ZeroMQ."""
+    from mini_sglang.execution.ranks import Ranks
+
+    return Ranks(config)
 
 
 def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> EngineConfig:

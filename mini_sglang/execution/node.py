@@ -16,13 +16,12 @@ from mini_sglang.execution.ranks import (
     MEETING_S,
     SILENT_TICKS,
     TICK_S,
-    Failed,
     Job,
     LocalWorkers,
-    RankError,
     encode_report,
     split_address,
 )
+from mini_sglang.parallel import RankError
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +67,8 @@ def _watch(job: Job, workers: LocalWorkers, context: zmq.Context[zmq.Socket[byte
             workers.wait(TICK_S)  # all may be leaving
             if workers.all_left:
                 return
-            rank, how = ended
-            reports = context.socket(zmq.PUSH)
-            reports.connect(job.reports)
-            reports.send(encode_report(Failed(rank, how)))
-            raise RankError(f"rank {rank} {how}")
+            with context.socket(zmq.PUSH) as reports:
+                reports.connect(job.reports)
+                reports.send(encode_report(ended))
+            raise RankError(str(ended))
     raise RankError(f"rank 0 was not heard of for {SILENT_TICKS * TICK_S:.0f} s: it has ended, was stopped or cut off")

@@ -28,7 +28,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.rank import DTYPES
-from mini_sglang.parallel import CollectiveError, TensorParallel, connect_cpus, connect_gpus, own_address
+from mini_sglang.parallel import CollectiveError, RankError, TensorParallel, connect_cpus, connect_gpus, own_address
 from mini_sglang.scheduling.batch import ScheduledBatch
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,6 @@ _VERDICT_TICKS = round(10 / TICK_S)  # until somebody who noticed a failure coun
 LEAVE_S = 5.0  # for workers to leave by themselves
 _GRACE_S = 5.0  # for a GPU to give up what it waits for, after it was told to
 MEETING_S = 600.0  # for the other nodes to be started
-
-
-class RankError(RuntimeError):
-    """One rank has failed, and with it all; the message names it and says why."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -85,8 +81,11 @@ class Failed(msgspec.Struct, tag=True):
     """`is_echo`: what failed was an operation over all ranks, so that the cause is most likely another rank."""
 
     rank: int
-    error: str
+    how: str  # what the rank's number is the subject of
     is_echo: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.how}"
 
 
 encode_report = msgspec.msgpack.Encoder().encode
@@ -107,11 +106,11 @@ class LocalWorkers:
     def __init__(self, job: Job, ranks: range, first_of_node: int) -> None:
         self._processes = {rank: _spawn(Assignment(job, rank, rank - first_of_node)) for rank in ranks}
 
-    def ended(self) -> tuple[int, str] | None:
-        """A rank that has ended, and how; None while all run."""
+    def ended(self) -> Failed | None:
+        """A rank that has ended; None while all run."""
         for rank, process in self._processes.items():
             if process.poll() is not None:
-                return rank, _describe(process.returncode)
+                return Failed(rank, _describe(process.returncode))
         return None
 
     @property
@@ -147,11 +146,23 @@ def _describe(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
+def _open_meeting_point(config: EngineConfig) -> TCPStore | None:
+    """Where other nodes find rank 0."""
+    if config.nnodes == 1:
+        return None
+    host, port = split_address(str(config.dist_init_addr))
+    try:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise ValueError(f"dist_init_addr {config.dist_init_addr} must be a free port of this node: {error}") from error
+
+
 class Ranks:
     """All ranks but this one, which is rank 0: started when this is made, watched by a thread until `close`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._size = config.tp
+        self._store = _open_meeting_point(config)  # here as long as others may look it up
         self._failure: str | None = None
         self._failed, self._noticed, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._busy = False
@@ -171,10 +182,7 @@ class Ranks:
             reports=self._bind(self._reports, "reports", config),
             pulse=self._bind(self._pulse, "pulse", config),
         )
-        self._store: TCPStore | None = None  # here as long as others may look it up
-        if config.nnodes > 1:
-            host, port = split_address(self._job.store)
-            self._store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+        if self._store is not None:
             self._store.set("job", msgspec.json.encode(self._job).decode())
         self._workers = LocalWorkers(self._job, range(1, config.tp // config.nnodes), 0)
         self._monitor = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -239,7 +247,8 @@ class Ranks:
             except (CollectiveError, RankError):
                 raise
             except Exception as error:
-                raise RankError(self._failure or f"rank 0 failed: {type(error).__name__}: {error}") from error
+                self._failure = self._failure or f"rank 0 failed: {type(error).__name__}: {error}"
+                raise RankError(self._failure) from error
 
     def close(self) -> None:
         """End all ranks; by force those that do not leave within seconds, and after a failure."""
@@ -260,16 +269,18 @@ class Ranks:
         echo: str | None = None
         echo_ticks = 0
         while not self._closing.is_set():
+            if self._failure is not None:
+                return self._fail(self._failure)
             self._pulse.send(b"alive")
             ended = self._workers.ended()  # before its last report is read
             for report in self._read_reports():
                 silence[report.rank] = 0
                 if isinstance(report, Failed) and report.is_echo:
-                    echo = echo or f"rank {report.rank} failed: {report.error}"
+                    echo = echo or str(report)
                 elif isinstance(report, Failed):
-                    return self._fail(f"rank {report.rank} failed: {report.error}")
+                    return self._fail(str(report))
             if ended is not None:
-                return self._fail(f"rank {ended[0]} {ended[1]}")
+                return self._fail(str(ended))
             for rank, ticks in silence.items():
                 if ticks > SILENT_TICKS:
                     silent_s = SILENT_TICKS * TICK_S

@@ -20,6 +20,7 @@ import zmq
 from mini_sglang.execution.rank import Rank, find_model
 from mini_sglang.execution.ranks import (
     HEARTBEAT_S,
+    LEAVE,
     Alive,
     Assignment,
     Failed,
@@ -36,26 +37,37 @@ _WAIT_FOR_THE_END_S = 60.0
 
 
 def main() -> int:
-    """Serve as one rank; returns the exit status."""
+    """Be one rank, in a process of its own; returns the exit status."""
     die_with_parent()
     for ending in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; rank 0 decides what they mean
         signal.signal(ending, signal.SIG_IGN)
     assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {assignment.rank}: %(message)s")
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    return run(assignment)
+
+
+def run(assignment: Assignment) -> int:
+    """Be one rank, from loading to the order to leave. Returns 0, or 1 after a failure that rank 0 was told of."""
     context = zmq.Context()
-    threading.Thread(target=_beat, args=(assignment, context), daemon=True).start()
+    stopped = threading.Event()
+    heart = threading.Thread(target=_beat, args=(assignment, context, stopped), daemon=True)
+    heart.start()
     try:
         _serve(assignment, context)
         return 0
     except CollectiveError as error:
-        _report(assignment, context, Failed(assignment.rank, str(error), is_echo=True))
+        _report(assignment, context, f"failed: {error}", is_echo=True)
         time.sleep(_WAIT_FOR_THE_END_S)  # an end before that of its cause would be taken for the cause
     except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
-        _report(assignment, context, Failed(assignment.rank, str(error)))
+        _report(assignment, context, f"failed: {error}")
     except Exception as error:  # rank 0 must learn why, whatever it was
         logger.exception("this rank failed")
-        _report(assignment, context, Failed(assignment.rank, f"{type(error).__name__}: {error}"))
+        _report(assignment, context, f"failed: {type(error).__name__}: {error}")
+    finally:
+        stopped.set()
+        heart.join()
+        context.destroy(linger=1000)
     return 1
 
 
@@ -68,30 +80,34 @@ def _serve(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]]) -> N
     orders.rcvhwm = 0
     orders.subscribe(b"")
     orders.connect(job.orders)
-    rank = Rank(config, model_config, source, job.connect(assignment.rank), check=lambda: None)
+    parallel = job.connect(assignment.rank)
+    rank = Rank(config, model_config, source, parallel, check=lambda: None)
     decodes = NO_DECODES
-    while order := orders.recv():
+    while (order := orders.recv()) != LEAVE:
         batch = decode_batch(order)
         if batch.decodes == decodes:  # the very same object means: the device has them already
             batch = msgspec.structs.replace(batch, decodes=decodes)
         decodes = batch.decodes
         rank.run(batch)
+    rank.close()
+    parallel.abort()
 
 
-def _beat(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    socket = context.socket(zmq.PUSH)
-    socket.connect(assignment.job.reports)
-    while True:
-        socket.send(encode_report(Alive(assignment.rank)))
-        time.sleep(HEARTBEAT_S)
+def _beat(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]], stopped: threading.Event) -> None:
+    with context.socket(zmq.PUSH) as socket:
+        socket.connect(assignment.job.reports)
+        while True:
+            socket.send(encode_report(Alive(assignment.rank)))
+            if stopped.wait(HEARTBEAT_S):
+                return
 
 
-def _report(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]], failure: Failed) -> None:
-    socket = context.socket(zmq.PUSH)
-    socket.connect(assignment.job.reports)
-    socket.send(encode_report(failure))
-    socket.close(linger=1000)
-    time.sleep(0.2)  # for the message to leave
+def _report(
+    assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]], how: str, *, is_echo: bool = False
+) -> None:
+    with context.socket(zmq.PUSH) as socket:
+        socket.connect(assignment.job.reports)
+        socket.send(encode_report(Failed(assignment.rank, how, is_echo)))
 
 
 def _leave_with_parent() -> None:
