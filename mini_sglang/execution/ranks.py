@@ -39,7 +39,7 @@ TICK_S = 0.25
 SILENT_TICKS = round(8 / TICK_S)  # counted, not measured: time stands still for processes that are stopped together
 _VERDICT_TICKS = round(10 / TICK_S)  # until somebody who noticed a failure counts as its cause
 LEAVE_S = 5.0  # for workers to leave by themselves
-_GRACE_S = 5.0  # for a GPU to give up what it waits for, after it was told to
+_GRACE_S = 5.0  # for rank 0 to come out of what it waits for, which a kernel that reads a lost GPU's memory never does
 MEETING_S = 600.0  # for the other nodes to be started
 
 
@@ -254,6 +254,7 @@ class Ranks:
         """End all ranks; by force those that do not leave within seconds, and after a failure."""
         self._closing.set()
         self._monitor.join()
+        self._pulse.send(LEAVE)
         if self._failure is None:
             self._orders.send(LEAVE)
             self._workers.wait(LEAVE_S)
@@ -310,6 +311,6 @@ class Ranks:
             self._parallel.abort()
         deadline = time.monotonic() + _GRACE_S
         while self._busy and not self._noticed.wait(TICK_S):
-            if time.monotonic() > deadline and self._job.config.device == "cuda":
-                logger.critical("this process waits for a GPU that waits for the lost rank, and ends")
+            if time.monotonic() > deadline:
+                logger.critical("this process is held up where it waits for the lost rank, and ends too")
                 os._exit(1)
