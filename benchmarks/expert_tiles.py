@@ -85,7 +85,7 @@ def measure(model: ModelConfig, tokens: int) -> None:
     routed = [route(step, top_k, normalize=True) for step in logits]
     chosen = [ids for ids, _ in routed]
     rows = tile_rows(tokens * top_k, experts, DTYPE, deterministic=False)
-    small = {
+    small: dict[str, list[Callable[[], object]]] = {
         "route": [partial(route, step, top_k, normalize=True) for step in logits],
         "sort": [partial(sort_by_expert, ids, experts, rows) for ids in chosen],
         "combine": [partial(combine, x, outputs, weights) for _, weights in routed],

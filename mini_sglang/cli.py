@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import sys
 import types
@@ -25,6 +26,7 @@ from mini_sglang.request import SamplingParams
 if TYPE_CHECKING:
     from mini_sglang.benchmark.commands import Output
 
+FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = ["chat", *(word for word in words if word != "--shell")]
     options = _build_parser().parse_args(words)
     try:
+        if getattr(options, "node_rank", 0) > 0:
+            return lend_devices(_engine_config(options))
         return int(options.command(options))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -52,6 +56,20 @@ def serve(options: argparse.Namespace) -> int:
     from mini_sglang.server.run import serve as serve_engine
 
     return serve_engine(engine_config, server_config)
+
+
+def lend_devices(config: EngineConfig) -> int:
+    """What every command does on the other nodes."""
+    from mini_sglang.execution.node import serve_node
+    from mini_sglang.parallel import RankError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        serve_node(config)
+    except RankError as error:
+        print(f"mini-sglang: error: {error}", file=sys.stderr)
+        return FAILED
+    return 0
 
 
 def chat(options: argparse.Namespace) -> int:

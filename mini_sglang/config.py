@@ -36,7 +36,7 @@ class EngineConfig:
     num_pages: int | None = _option(
         None, "pages of the KV cache; none: what fits kv_cache_bytes on a CPU, mem_fraction on a GPU"
     )
-    kv_cache_bytes: int = _option(1 << 30, "bytes of the KV cache on a CPU, where num_pages is not given")
+    kv_cache_bytes: int = _option(1 << 30, "bytes of the KV cache of a rank on a CPU, where num_pages is not given")
     kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "fp8: e4m3, which ends at 448; auto: the same as dtype")
     cache: Literal["radix", "naive"] = _option("radix", "radix: reuse the KV of shared prefixes; naive: reuse nothing")
 
@@ -54,10 +54,15 @@ class EngineConfig:
     )
     mem_fraction: float = _option(0.9, "share of a GPU's memory for weights, activations and KV cache together")
     cuda_graph_max_bs: int | None = _option(None, "most rows of a CUDA graph; 0: no graphs; none: max_running_requests")
-    num_threads: int | None = _option(None, "torch threads on a CPU; none: every core this process may use")
+    num_threads: int | None = _option(None, "torch threads of a rank on a CPU; none: the cores, shared out")
+
+    tp: int = _option(1, "ranks that share the model, each on a GPU of its own (on a CPU: in a process of its own)")
+    nnodes: int = _option(1, "nodes that the ranks are spread over; the same command runs on each")
+    node_rank: int = _option(0, "which node this is; 0 schedules and serves, the others lend their devices")
+    dist_init_addr: str | None = _option(None, "HOST:PORT of node 0 where the nodes meet, in a network that is trusted")
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "kv_cache_bytes"):
+        for name in ("page_size", "kv_cache_bytes", "tp", "nnodes"):
             _at_least(name, getattr(self, name), 1)
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
@@ -73,6 +78,23 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         _check_attention_backend(self.attention_backend)
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if self.tp % self.nnodes:
+            raise ValueError(f"tp must be a multiple of nnodes, got {self.tp} and {self.nnodes}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"node_rank must be between 0 and nnodes - 1, {self.nnodes - 1}, got {self.node_rank}")
+        if self.nnodes > 1 and self.dist_init_addr is None:
+            raise ValueError(f"dist_init_addr must be given with nnodes {self.nnodes}, as HOST:PORT of node 0")
+        if self.dist_init_addr is not None:
+            host, _, port = self.dist_init_addr.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"dist_init_addr must be HOST:PORT, got {self.dist_init_addr!r}")
+        if self.deterministic and self.tp > 2:
+            raise ValueError(
+                f"deterministic needs tp 1 or 2, got {self.tp}: the order in which more ranks are summed is not fixed"
+            )
 
     def replace(self, **changes: object) -> EngineConfig:
         """A copy with some fields changed, checked again."""

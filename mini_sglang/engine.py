@@ -11,7 +11,7 @@ import random
 from collections import deque
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.execution.executor import Executor, StepHandle, device_is_lost
+from mini_sglang.execution.executor import Executor, StepHandle, is_lost
 from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
@@ -68,7 +68,7 @@ class Engine:
     def step(self) -> StepOutputs:
         """Launch the next step if there is one, then read the oldest step that is due.
 
-        An error of a step ends its requests, and is raised only where it leaves a device on which no other can run.
+        An error of a step ends its requests, and is raised only where it leaves devices on which no other can run.
         """
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -86,7 +86,7 @@ class Engine:
         return StepOutputs()
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:
-        if device_is_lost(error):
+        if is_lost(error):
             raise error
         logger.exception("step %d failed", batch.step, exc_info=error)
         return self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
@@ -98,6 +98,10 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def check_ranks(self) -> None:
+        """Raise RankError if a rank of tensor parallelism has failed since the last step."""
+        self.executor.check()
 
     def check(self) -> None:
         """Raise RuntimeError, saying what is wrong, unless every page, slot and request is accounted for. O(pages)"""

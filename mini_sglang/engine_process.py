@@ -6,7 +6,6 @@ to leave. It never outlives its parent. It knows no text, no HTTP and no request
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ import zmq
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
+from mini_sglang.lifetime import die_with_parent
 from mini_sglang.messages import (
     AbortRequest,
     AddRequest,
@@ -42,12 +42,11 @@ logger = logging.getLogger(__name__)
 
 _PARENT_CHECK_MS = 500
 _LINGER_MS = 1000  # time for the last message to leave when the process ends
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(address: str, parent_pid: int) -> int:
     """Serve one engine until Shutdown, the parent's end or a fatal error; returns the exit status."""
-    _die_with_parent()
+    die_with_parent()
     for ending in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides what they mean
         signal.signal(ending, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
@@ -102,6 +101,7 @@ class EngineLoop:
                 if busy:
                     self._is_checked = False
                     return True
+                self._engine.check_ranks()
                 self._check_accounts()
                 continue
             message = decode_to_engine(self._socket.recv())
@@ -164,15 +164,6 @@ def engine_info(engine: Engine) -> EngineInfo:
         eos_token_ids=sorted(model.eos_token_ids),
         pid=os.getpid(),
     )
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, even in the middle of a long step.
-
-    Linux only (prctl); elsewhere the loop's own look at the parent's id does it, between steps.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -114,12 +114,13 @@ def _with_context(config: EngineConfig, workload: Workload) -> EngineConfig:
 
 
 def _release(engine: Engine, output: Output) -> Ceilings:
-    """Close the engine; the memory is then free for measuring the ceilings."""
+    """Close the engine; the memory is then free for measuring the ceilings, those of all its ranks together."""
     engine.close()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return output.ceilings(torch.device(engine.config.device), torch_dtype(engine.config.dtype))
+    one_device = output.ceilings(torch.device(engine.config.device), torch_dtype(engine.config.dtype))
+    return one_device.times(engine.config.tp)
 
 
 def _figures(

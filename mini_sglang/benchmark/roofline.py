@@ -18,6 +18,10 @@ class Ceilings:
     bytes_per_second: float  # of a copy on the device, bytes read plus bytes written
     flops_per_second: float  # of a large matrix product
 
+    def times(self, devices: int) -> Ceilings:
+        """What so many devices do at best, if they wait for each other never."""
+        return Ceilings(self.bytes_per_second * devices, self.flops_per_second * devices)
+
     def seconds(self, num_bytes: float, flops: float) -> float:
         """The least time of one operation, limited by the one or by the other."""
         return max(num_bytes / self.bytes_per_second, flops / self.flops_per_second)

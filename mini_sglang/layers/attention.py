@@ -18,6 +18,8 @@ from mini_sglang.weights.tensor import WeightSlot
 class Attention:
     """Grouped-query attention (Ainslie et al., arXiv 2305.13245).
 
+    Each rank attends with its own heads, which the pool of the plan holds; their outputs meet in the projection back.
+
     `qk_norm` normalises each head of q and k, or all heads of a token as a whole. With `post_norm` the layer's norm is
     that of the output, not of the input.
     """
@@ -33,15 +35,22 @@ class Attention:
     ) -> None:
         self._layer, self._post_norm, self._norms_whole = layer, post_norm, qk_norm == "whole"
         self._kernels, self._eps = placement.kernels, config.rms_norm_eps
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        heads = placement.parallel.heads(config.num_heads, config.num_kv_heads)
+        q_size, kv_size = heads.queries.times(config.head_dim), heads.kv.times(config.head_dim)
         self._qkv = Linear(
             config.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             placement,
             bias=config.attention_bias,
         )
-        self._out = Linear(q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias)
-        q_norm_size, k_norm_size = (q_size, kv_size) if self._norms_whole else (config.head_dim, config.head_dim)
+        self._out = Linear(
+            q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias, summed=True
+        )
+        if self._norms_whole and placement.parallel.size > 1:
+            raise ValueError(
+                f"tp must be 1 for {config.architecture}: its norms of q and k are over the heads of all ranks"
+            )
+        q_norm_size, k_norm_size = (q_size.full, kv_size.full) if self._norms_whole else (config.head_dim,) * 2
         self._q_norm = RMSNorm(q_norm_size, config.rms_norm_eps, placement) if qk_norm else None
         self._k_norm = RMSNorm(k_norm_size, config.rms_norm_eps, placement) if qk_norm else None
 

@@ -1,4 +1,4 @@
-"""The token embedding and the output head, which may be the same matrix."""
+"""The token embedding and the output head, which may be the same matrix. Each rank holds a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,27 +6,54 @@ import torch
 import torch.nn.functional as F
 
 from mini_sglang.layers.linear import Linear
+from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
+from mini_sglang.sharding import copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
+
+
+class OutputHead:
+    """Logits of every token of the vocabulary, on every rank."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, placement: Placement) -> None:
+        self._vocab_size = vocab_size
+        self._parallel = placement.parallel
+        self._linear = Linear(hidden_size, {"lm_head": placement.parallel.shard(vocab_size)}, placement)
+
+    def __call__(self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [rows, hidden] -> logits of its norm [rows, vocab], in `out` (contiguous) where that is given"""
+        if self._parallel.size == 1:
+            return self._linear(x, norm, out)
+        return self._parallel.all_gather(self._linear(x, norm), self._vocab_size, out)
+
+    def weight_slot(self) -> WeightSlot:
+        (slot,) = self._linear.weight_slots("").values()
+        return slot
 
 
 class Embedding:
     """A table [vocab, hidden]: token ids in, rows out."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
-        self._table = torch.empty(vocab_size, hidden_size, dtype=placement.dtype, device=placement.device)
+        self._parallel = placement.parallel
+        self._hidden, self._vocab = whole(hidden_size), placement.parallel.shard(vocab_size)
+        rows = self._vocab.size + (self._parallel.size > 1)  # the last for the tokens that other ranks look up
+        self._table = torch.zeros(rows, hidden_size, dtype=placement.dtype, device=placement.device)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int32 or int64 -> [tokens, hidden]"""
-        return F.embedding(input_ids, self._table)
+        if self._parallel.size == 1:
+            return F.embedding(input_ids, self._table)
+        is_here = (input_ids >= self._vocab.start) & (input_ids < self._vocab.stop)
+        rows = torch.where(is_here, input_ids - self._vocab.start, self._vocab.size)
+        return self._parallel.all_reduce(F.embedding(rows, self._table))
 
-    def weight_slot(self, tied_head: Linear | None = None) -> WeightSlot:
+    def weight_slot(self, tied_head: OutputHead | None = None) -> WeightSlot:
         """The slot of the table; with `tied_head` the same tensor fills the output head too."""
 
         def load(tensor: CheckpointTensor) -> None:
-            self._table.copy_(tensor.dense())
+            copy_shard(self._table[: self._vocab.size], tensor.dense(), self._vocab, self._hidden)
             if tied_head is not None:
-                (head_slot,) = tied_head.weight_slots("").values()
-                head_slot.load(tensor)
+                tied_head.weight_slot().load(tensor)
 
-        return WeightSlot(tuple(self._table.shape), load)
+        return WeightSlot((self._vocab.full, self._hidden.full), load)

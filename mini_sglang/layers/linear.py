@@ -2,6 +2,7 @@
 
 q, k and v (and the MLP's gate and up) are stacked into one matrix, so that a step reads them in one product. Each part
 knows its rows; when the last part has arrived the matrix is laid out for the device, and the dense copy is dropped.
+Each rank loads its shards of the parts alone.
 """
 
 from __future__ import annotations
@@ -14,17 +15,32 @@ from mini_sglang.kernels.base import Matrix
 from mini_sglang.kernels.cpu_linear import CpuMatrix
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
+from mini_sglang.sharding import Shard, copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightSlot
 
 
 class Linear:
-    """y = x W^T + bias, W [out, in] stacked from `parts`: part name -> its output rows, in order."""
+    """y = x W^T + bias, W [out, in] stacked from `parts`: part name -> its output rows, in order.
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], placement: Placement, *, bias: bool = False) -> None:
-        self.in_features = in_features
-        self.out_features = sum(parts.values())
-        self._parts = dict(parts)
+    Sizes that are numbers are whole on every rank. A column-parallel layer has shards for parts: each rank computes
+    some outputs. A row-parallel one has a shard of inputs and is `summed`: `add_to` adds the ranks' products up.
+    """
+
+    def __init__(
+        self,
+        in_features: int | Shard,
+        parts: Mapping[str, int | Shard],
+        placement: Placement,
+        *,
+        bias: bool = False,
+        summed: bool = False,
+    ) -> None:
+        self._inputs = _as_shard(in_features)
+        self._parts = {name: _as_shard(rows) for name, rows in parts.items()}
+        self.in_features = self._inputs.size
+        self.out_features = sum(rows.size for rows in self._parts.values())
         self._placement = placement
+        self._summed = summed
         self._weight: torch.Tensor | None = None  # [out, in]; here only until it is laid out
         self._bias: torch.Tensor | None = None
         if bias:
@@ -50,10 +66,18 @@ class Linear:
         return self._matrix.gated(x, None if norm is None else norm.parameters, ahead)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """residual [rows, out] + the product of x [rows, in], or + its norm -> [rows, out]; may overwrite `residual`"""
-        if norm is None:
+        """residual [rows, out] + the product of x [rows, in], or + its norm -> [rows, out]; may overwrite `residual`
+
+        If `summed`, the product of all ranks' x; the first rank adds residual and bias.
+        """
+        parallel = self._placement.parallel
+        if norm is not None:
+            product = self._matrix.product(x)
+            product = parallel.all_reduce(product) if self._summed else product
+            return residual + self._placement.kernels.rms_norm(product, norm.weight, norm.eps)
+        if not self._summed:
             return self._matrix.add_to(residual, x)
-        return residual + self._placement.kernels.rms_norm(self._matrix.product(x), norm.weight, norm.eps)
+        return parallel.all_reduce(self._matrix.add_to(residual, x) if parallel.rank == 0 else self._matrix.product(x))
 
     @property
     def _matrix(self) -> Matrix:
@@ -65,12 +89,12 @@ class Linear:
         slots: dict[str, WeightSlot] = {}
         first = 0
         for name, rows in self._parts.items():
-            span = slice(first, first + rows)
+            span = slice(first, first + rows.size)
             path = f"{prefix}.{name}" if prefix else name
-            slots[f"{path}.weight"] = WeightSlot((rows, self.in_features), self._weight_loader(name, span))
+            slots[f"{path}.weight"] = WeightSlot((rows.full, self._inputs.full), self._weight_loader(name, span))
             if self._bias is not None:
-                slots[f"{path}.bias"] = WeightSlot((rows,), self._bias_loader(name, span))
-            first += rows
+                slots[f"{path}.bias"] = WeightSlot((rows.full,), self._bias_loader(name, span))
+            first += rows.size
         return slots
 
     def _weight_loader(self, name: str, span: slice) -> Callable[[CheckpointTensor], None]:
@@ -81,7 +105,7 @@ class Linear:
             blocks = tensor.blocks() if self._placement.packed else None
             if blocks is not None:
                 self._blocks[name] = blocks
-            self._weight[span].copy_(tensor.dense())
+            copy_shard(self._weight[span], tensor.dense(), self._parts[name], self._inputs)
             self._arrived(name)
 
         return load
@@ -89,7 +113,7 @@ class Linear:
     def _bias_loader(self, name: str, span: slice) -> Callable[[CheckpointTensor], None]:
         def load(tensor: CheckpointTensor) -> None:
             assert self._bias is not None
-            self._bias[span].copy_(tensor.dense())
+            copy_shard(self._bias[span], tensor.dense(), self._parts[name])
             self._arrived(f"{name}.bias")
 
         return load
@@ -101,6 +125,8 @@ class Linear:
 
     def _lay_out(self) -> None:
         assert self._weight is not None
+        if self._summed and self._placement.parallel.rank > 0:
+            self._bias = None  # added once, by the first rank
         if self._placement.device.type == "cpu" and CpuMatrix.available():
             blocks = [self._blocks[name] for name in self._parts if name in self._blocks]
             stacked = _stack(blocks) if len(blocks) == len(self._parts) else None
@@ -109,6 +135,10 @@ class Linear:
             self._laid_out = self._placement.kernels.matrix(self._weight, self._bias)
         self._weight = None
         self._blocks.clear()
+
+
+def _as_shard(size: int | Shard) -> Shard:
+    return whole(size) if isinstance(size, int) else size
 
 
 def _stack(blocks: list[QuantizedBlocks]) -> QuantizedBlocks:

@@ -16,10 +16,10 @@ class GatedMLP:
 
     def __init__(self, config: ModelConfig, placement: Placement, layer: int, *, post_norm: bool = False) -> None:
         self._post_norm = post_norm
-        size = config.intermediate_size
+        size = placement.parallel.shard(config.intermediate_size)
         parts = {"gate_proj": size, "up_proj": size}
         self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias)
-        self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias)
+        self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias, summed=True)
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x [tokens, hidden] -> x + mlp(norm(x)), with `post_norm` x + norm(mlp(x))"""

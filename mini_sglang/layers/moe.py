@@ -12,6 +12,7 @@ from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
+from mini_sglang.sharding import Shard, copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
@@ -24,7 +25,10 @@ class MixtureOfExperts:
         self._experts_per_token = config.experts.experts_per_token
         self._normalize = config.experts.normalize_weights
         self._kernels = placement.kernels
-        number, hidden, size = config.experts.num_experts, config.hidden_size, config.experts.intermediate_size
+        self._parallel = placement.parallel
+        number, hidden = config.experts.num_experts, config.hidden_size
+        self._hidden, self._inner = whole(hidden), placement.parallel.shard(config.experts.intermediate_size)
+        size = self._inner.size  # each rank holds a part of every expert
         self._router = Linear(hidden, {"gate": number}, placement)
         # gate above up, as in GatedMLP; memory that a tensor has not filled yet is not touched
         self._gate_up = torch.empty(number, 2 * size, hidden, dtype=placement.dtype, device=placement.device)
@@ -35,19 +39,21 @@ class MixtureOfExperts:
         """x [tokens, hidden] -> x + the weighted sum of the chosen experts' outputs for norm(x)"""
         normed = self._kernels.rms_norm(x, norm.weight, norm.eps)
         ids, weights = self._kernels.route(self._router(normed), self._experts_per_token, normalize=self._normalize)
-        return self._experts.add_to(x, normed, ids, weights)
+        residual = x if self._parallel.rank == 0 else torch.zeros_like(x)  # added once
+        return self._parallel.all_reduce(self._experts.add_to(residual, normed, ids, weights))
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._router.weight_slots(prefix)
         for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
             gate, up = gate_up.chunk(2)
-            for name, part in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-                slots[f"{prefix}.experts.{expert}.{name}.weight"] = _slot(part)
+            for name, part in (("gate_proj", gate), ("up_proj", up)):
+                slots[f"{prefix}.experts.{expert}.{name}.weight"] = _slot(part, self._inner, self._hidden)
+            slots[f"{prefix}.experts.{expert}.down_proj.weight"] = _slot(down, self._hidden, self._inner)
         return slots
 
 
-def _slot(part: torch.Tensor) -> WeightSlot:
+def _slot(part: torch.Tensor, rows: Shard, columns: Shard) -> WeightSlot:
     def load(tensor: CheckpointTensor) -> None:
-        part.copy_(tensor.dense())
+        copy_shard(part, tensor.dense(), rows, columns)
 
-    return WeightSlot(tuple(part.shape), load)
+    return WeightSlot((rows.full, columns.full), load)

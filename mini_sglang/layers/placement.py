@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from mini_sglang.kernels.base import Kernels
+from mini_sglang.parallel import SINGLE, TensorParallel
 
 
 @dataclass(frozen=True)
 class Placement:
     """Device and dtype of weights and activations, and the kernels for what lies between matrix products.
 
-    `packed` keeps 4-bit blocks packed for steps of few rows.
+    `packed` keeps 4-bit blocks packed for steps of few rows. `parallel` says which part of the model this rank holds.
     """
 
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels
     packed: bool = False
+    parallel: TensorParallel = SINGLE

@@ -9,8 +9,7 @@ import torch
 
 from mini_sglang.attention.base import AttentionPlan
 from mini_sglang.kernels.base import Rotation
-from mini_sglang.layers.embedding import Embedding
-from mini_sglang.layers.linear import Linear
+from mini_sglang.layers.embedding import Embedding, OutputHead
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.layers.rotary import RotaryTables
@@ -58,7 +57,7 @@ class Transformer:
             for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self._head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
+        self._head = OutputHead(config.hidden_size, config.vocab_size, placement)
 
     def __call__(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`; the first rows of `out` where that is given"""
@@ -81,7 +80,7 @@ class Transformer:
             slots |= block.weight_slots(f"model.layers.{layer}")
         slots["model.norm.weight"] = self._norm.weight_slot()
         if not tied:
-            slots |= self._head.weight_slots("")
+            slots["lm_head.weight"] = self._head.weight_slot()
         return slots
 
 

@@ -160,6 +160,18 @@ def test_a_killed_server_takes_its_engine_along(start_server: Any, model: str, b
     until(lambda: gone(engine_pid), limit=3)
 
 
+def test_a_lost_rank_ends_an_idle_server(start_server: Any, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS, "--tp", "2", "--num-threads", "1")
+    engine_pid = server.engine_pid
+    answer = server.post("/generate", prompt="The capital of France is", max_tokens=4, temperature=0)
+    assert answer.status_code == 200
+    [worker] = map(int, Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split())
+    os.kill(worker, signal.SIGKILL)
+    assert server.process.wait(15) == 1
+    assert "rank 1 was killed by SIGKILL" in server.log.read_text()
+    assert gone(engine_pid)
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,0 +1,73 @@
+"""What summing over GPUs takes, by size: NCCL, and torch's symmetric memory in one shot and in two, inside CUDA graphs.
+
+    torchrun --nproc-per-node 2 benchmarks/all_reduce.py
+
+The thresholds in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from mini_sglang import direct_sum
+from mini_sglang.parallel import connect_gpus
+
+HIDDEN = 5120
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+REPEATS = 50  # in one graph, as the layers of a model follow each other
+
+
+def main() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    parallel = connect_gpus(store, rank, size, torch.bfloat16, name="all_reduce", one_node=True)
+    collectives = parallel._collectives
+    assert collectives is not None
+    direct, collectives._direct = collectives._direct, None
+    table = Table("rows", "KiB", "NCCL, us", "one shot, us", "two shots, us", title=f"{size} GPUs, {HIDDEN} bfloat16")
+    for rows in ROWS:
+        x = torch.full((rows, HIDDEN), rank + 1.0, dtype=torch.bfloat16, device="cuda")
+        cells = [f"{_microseconds(collectives.sum, x, size):.1f}"]
+        for one_shot_bytes in (1 << 40, 0):
+            if direct is None or x.nbytes > direct._buffer.nbytes:
+                cells.append("")
+                continue
+            direct_sum._ONE_SHOT_BYTES = one_shot_bytes
+            cells.append(f"{_microseconds(direct.sum, x, size):.1f}")
+        table.add_row(str(rows), str(x.nbytes >> 10), *cells)
+    if rank == 0:
+        Console().print(table)
+    parallel.minimum(0)
+    os._exit(0)
+
+
+def _microseconds(add_up: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, size: int) -> float:
+    total = add_up(x.clone())
+    if not (total == size * (size + 1) / 2).all():
+        raise ValueError(f"{add_up} gave {total.flatten()[:4].tolist()}")
+    work = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            add_up(work)
+    times: list[float] = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / REPEATS * 1e3)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A node that only lends its devices: it starts its workers, watches them, and leaves with rank 0."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import msgspec
+import zmq
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.execution.ranks import (
+    LEAVE,
+    LEAVE_S,
+    MEETING_S,
+    SILENT_TICKS,
+    TICK_S,
+    Job,
+    LocalWorkers,
+    encode_report,
+    split_address,
+)
+from mini_sglang.parallel import RankError
+
+logger = logging.getLogger(__name__)
+
+
+def serve_node(config: EngineConfig) -> None:
+    """Run this node's ranks until rank 0 ends them. Settings other than where the model lies are those of rank 0.
+
+    Raises RankError if a rank of this node fails or rank 0 is lost, RuntimeError if there is none to be found.
+    """
+    host, port = split_address(str(config.dist_init_addr))
+    logger.info("waiting for rank 0 at %s", config.dist_init_addr)
+    store = TCPStore(host, port, timeout=timedelta(seconds=MEETING_S))
+    job = msgspec.json.decode(store.get("job"), type=Job)
+    if (job.config.tp, job.config.nnodes) != (config.tp, config.nnodes):
+        raise ValueError(
+            f"tp and nnodes must be those of rank 0, {job.config.tp} and {job.config.nnodes}; "
+            f"got {config.tp} and {config.nnodes}"
+        )
+    here = {"model": config.model, "model_source": config.model_source, "revision": config.revision}
+    job = msgspec.structs.replace(job, config=job.config.replace(**here, node_rank=config.node_rank))
+    per_node = config.tp // config.nnodes
+    first = config.node_rank * per_node
+    context = zmq.Context()
+    workers = LocalWorkers(job, range(first, first + per_node), first)
+    try:
+        _watch(job, workers, context)
+    finally:
+        workers.kill()
+        context.destroy(linger=1000)
+
+
+def _watch(job: Job, workers: LocalWorkers, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    pulse = context.socket(zmq.SUB)
+    pulse.subscribe(b"")
+    pulse.connect(job.pulse)
+    silent_ticks = 0
+    while silent_ticks <= SILENT_TICKS:
+        silent_ticks = 0 if pulse.poll(round(TICK_S * 1000)) else silent_ticks + 1
+        if not silent_ticks and pulse.recv() == LEAVE:
+            workers.wait(LEAVE_S)
+            return
+        if (ended := workers.ended()) is not None:
+            workers.wait(TICK_S)  # all may be leaving
+            if workers.all_left:
+                return
+            with context.socket(zmq.PUSH) as reports:
+                reports.connect(job.reports)
+                reports.send(encode_report(ended))
+            raise RankError(str(ended))
+    raise RankError(f"rank 0 was not heard of for {SILENT_TICKS * TICK_S:.0f} s: it has ended, was stopped or cut off")

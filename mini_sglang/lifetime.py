@@ -1,0 +1,18 @@
+"""A process that must not outlive the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, even in the middle of a long step.
+
+    Linux only (prctl); elsewhere a process has to look after its parent itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

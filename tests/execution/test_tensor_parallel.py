@@ -1,0 +1,138 @@
+"""Equal answers: a model that several ranks share says what it says alone, which is what transformers says.
+
+The workers are threads here, which start at once: what they run is what a worker's process runs. Processes are the
+matter of test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import mini_sglang.execution.ranks
+from mini_sglang.execution import worker
+from mini_sglang.execution.ranks import Assignment, Job
+from mini_sglang.request import SamplingParams
+
+ODD = {
+    "hidden_size": 72,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 52,
+    "vocab_size": 323,
+}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama, odd sizes, biases": {"family": "llama", "attention_bias": True, "mlp_bias": True, **ODD},
+    "llama, odd sizes, tied": {"family": "llama", "tie_word_embeddings": True, "rope": "llama3", **ODD},
+    "llama, one KV head for five": {
+        "family": "llama",
+        "hidden_size": 80,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+    },
+    "mistral, window of 24": {"family": "mistral", "head_dim": 32, "sliding_window": 24, **ODD},
+    "qwen2": {"family": "qwen2", **ODD},
+    "qwen3": {"family": "qwen3", "tie_word_embeddings": True, **ODD},
+    "qwen3_moe, a dense layer": {
+        "family": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        **EXPERTS,
+        **ODD,
+    },
+    "mixtral, fused": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "fused": True, **ODD},
+}
+
+
+class ThreadWorkers:
+    """Like LocalWorkers, without processes."""
+
+    def __init__(self, job: Job, ranks: range, first_of_node: int) -> None:
+        self._threads = [
+            threading.Thread(target=worker.run, args=(Assignment(job, rank, 0),), daemon=True) for rank in ranks
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ended(self) -> None:
+        return None
+
+    def wait(self, seconds: float) -> None:
+        for thread in self._threads:
+            thread.join(seconds)
+            assert not thread.is_alive()
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch, running: Any) -> Callable[..., Any]:
+    """`with sharing(model, tp=2, …) as engine`"""
+    monkeypatch.setattr(mini_sglang.execution.ranks, "LocalWorkers", ThreadWorkers)
+    return running  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_family_at_two_and_three_ranks(
+    name: str, write_checkpoint: Any, sharing: Any, generate: Any, greedy: Any, ragged_prompts: Any
+) -> None:
+    checkpoint = write_checkpoint(**CHECKPOINTS[name])
+    prompts = ragged_prompts(6, 320)
+    expected = [greedy(checkpoint.model, prompt, 12) for prompt in prompts]
+    for tp in (2, 3):
+        with sharing(checkpoint.path, tp=tp, max_prefill_tokens=40) as engine:
+            assert generate(engine, prompts, arrivals=2, num_tokens=12) == expected, f"tp {tp}"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_from_gguf_whatever_else_happens(
+    backend: str, write_gguf: Any, sharing: Any, generate: Any, greedy: Any, ragged_prompts: Any
+) -> None:
+    checkpoint = write_gguf(
+        "llama", kind="Q4_1", hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=160
+    )
+    prompts = ragged_prompts(12, 320)
+    expected = [greedy(checkpoint.model, prompt) for prompt in prompts]
+    with sharing(checkpoint.path, tp=2, attention_backend=backend, num_pages=40, page_size=4, run_ahead=1) as engine:
+        engine.scheduler.expected_output = 0.0  # admits more than the pool can hold
+        assert generate(engine, prompts, arrivals=3) == expected
+        assert engine.stats().num_preemptions > 0
+        assert generate(engine, prompts[:1]) == expected[:1]
+        assert engine.stats().num_cached_tokens > 0
+
+
+def test_seeds_penalties_and_log_probabilities_are_the_same(
+    write_checkpoint: Any, sharing: Any, run_requests: Any, ragged_prompts: Any
+) -> None:
+    checkpoint = write_checkpoint("llama", **ODD)
+    prompts = ragged_prompts(4, 320)
+    params = [
+        SamplingParams(seed=seed, max_tokens=12, temperature=0.9, repetition_penalty=1.2, logprobs=2, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    tokens, logprobs = [], []
+    for tp in (1, 2):
+        with sharing(checkpoint.path, tp=tp) as engine:
+            outputs = run_requests(engine, prompts, params)
+        tokens.append([[token for part in one for token in part.token_ids] for one in outputs])
+        logprobs.append(
+            [value for one in outputs for part in one for entry in part.logprobs or [] for value in entry.logprobs]
+        )
+    assert tokens[0] == tokens[1]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
+
+
+def test_random_weights_are_the_same_model(write_checkpoint: Any, sharing: Any, generate: Any) -> None:
+    path = write_checkpoint("qwen3", **ODD).path
+    answers = []
+    for tp in (1, 2):
+        with sharing(path, tp=tp, load_format="dummy") as engine:
+            answers.append(generate(engine, [[5, 6, 7], [8]]))
+    assert answers[0] == answers[1]

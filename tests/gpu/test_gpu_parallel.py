@@ -1,0 +1,83 @@
+"""Tensor parallelism on two GPUs: equal answers with graphs and without, equal bits, and a rank that is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mini_sglang.request import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+START = """
+import sys, time, mini_sglang
+engine = mini_sglang.Engine(mini_sglang.EngineConfig(model=sys.argv[1], tp=2, max_running_requests=16))
+print("ready", flush=True)
+"""
+IDLE = """
+while True:
+    engine.check_ranks()
+    time.sleep(0.1)
+"""
+BUSY = """
+while True:
+    engine.add_request("a", [5, 6], mini_sglang.SamplingParams(max_tokens=100, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+"""
+
+
+def test_two_ranks_answer_like_transformers(
+    tiny_model: Any, on_gpu: Any, generate: Any, greedy: Any, ragged_prompts: Any, mode: dict[str, Any]
+) -> None:
+    prompts = ragged_prompts(16, 320)
+    expected = [greedy(tiny_model.model, prompt) for prompt in prompts]
+    with on_gpu(tiny_model.path, tp=2, **mode) as engine:
+        assert generate(engine, prompts, arrivals=1) == expected
+        assert generate(engine, prompts) == expected, "everything cached"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3_moe"])
+def test_every_family(
+    family: str, write_checkpoint: Any, on_gpu: Any, generate: Any, greedy: Any, ragged_prompts: Any
+) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in family else {}
+    checkpoint = write_checkpoint(family, num_attention_heads=6, num_key_value_heads=3, head_dim=64, **experts)
+    prompts = ragged_prompts(8, 320)
+    with on_gpu(checkpoint.path, tp=2) as engine:
+        assert generate(engine, prompts) == [greedy(checkpoint.model, prompt) for prompt in prompts]
+
+
+def test_the_same_bits_in_any_batch(tiny_model: Any, on_gpu: Any, run_requests: Any, ragged_prompts: Any) -> None:
+    prompts = ragged_prompts(16, 320)
+    params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)] * len(prompts)
+    with on_gpu(tiny_model.path, tp=2, dtype="bfloat16", deterministic=True, cache="naive") as engine:
+        together = run_requests(engine, prompts, params)
+        alone = [run_requests(engine, [prompt], params[:1])[0] for prompt in prompts]
+    for one, other in zip(together, alone, strict=True):
+        assert [(part.token_ids, part.logprobs) for part in one] == [(part.token_ids, part.logprobs) for part in other]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("script", [IDLE, BUSY], ids=["idle", "busy"])
+def test_a_lost_rank_ends_all(tiny_model: Any, signal_number: signal.Signals, script: str) -> None:
+    command = [sys.executable, "-c", START + script, str(tiny_model.path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    [worker] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    os.kill(worker, signal_number)
+    _, log = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert b"rank 1 was " in log
+    assert not Path(f"/proc/{worker}").exists()
