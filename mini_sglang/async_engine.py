@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -26,6 +27,7 @@ import zmq
 import zmq.asyncio
 
 from mini_sglang.config import EngineConfig
+from mini_sglang.grammar_check import GrammarChecker
 from mini_sglang.messages import (
     AbortRequest,
     AddRequest,
@@ -49,6 +51,7 @@ from mini_sglang.messages import (
 from mini_sglang.output_processor import OutputProcessor
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenOutput
 from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.structured_output import Vocabulary
 from mini_sglang.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 
@@ -136,6 +139,9 @@ class AsyncEngine:
         self._error: EngineDeadError | None = None
         self._closing = False
         self._dead = asyncio.Event()
+        eos = frozenset(info.eos_token_ids)
+        self._grammars = GrammarChecker(functools.partial(Vocabulary.of, tokenizer, info.vocab_size, eos))
+        self._grammars.start()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch_process())]
 
     @classmethod
@@ -176,9 +182,12 @@ class AsyncEngine:
         """Run one request; yields what is new whenever there is something, the last time with a finish reason.
 
         Leaving the iterator early, or cancelling its consumer, aborts the request. Raises ValueError if the engine
-        refuses the request.
+        refuses the request, or its grammar does not compile.
         """
         self._check_alive()
+        if params.is_constrained:
+            await self._grammars.check(params)
+            self._check_alive()
         processor = OutputProcessor(self.tokenizer, request_id, len(prompt_ids), params)
         stream = _Stream(request_id, processor, Mailbox())
         wire_id = f"{request_id}#{next(self._counter)}"
@@ -237,6 +246,7 @@ class AsyncEngine:
         if self._process.returncode is None:
             self._send(Shutdown())
         self._die(EngineDeadError("the engine was closed"))
+        await self._grammars.close()
         try:
             await asyncio.wait_for(self._process.wait(), timeout)
         except TimeoutError:

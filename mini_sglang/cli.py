@@ -257,7 +257,7 @@ def _add_fields(
         if field.name in (leave_out or ()) or (only is not None and field.name not in only):
             continue
         default = (defaults or {}).get(field.name, field.default)
-        help = field.metadata["help"] + ("" if default is None else f" (default: {default})")
+        help = field.metadata["help"] + ("" if default in (None, ()) else f" (default: {default})")
         if field.name == "model":
             group.add_argument("model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=help)
             help = "the same as MODEL"
@@ -275,11 +275,16 @@ def _add_fields(
 
 
 def _value_arguments(hint: Any) -> dict[str, Any]:
-    """What argparse needs to know to read a value of this type: a Literal, bool, int, float or str, or such or None."""
+    """What argparse needs to know to read a value of this type.
+
+    It is a Literal, bool, int, float or str, or such or None, or a tuple of strings.
+    """
     if isinstance(hint, types.UnionType):
         [hint] = [choice for choice in typing.get_args(hint) if choice is not type(None)]
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is tuple:
+        return {"action": "append", "metavar": "TEXT"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
@@ -310,7 +315,13 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None, te
 def _from_options(config_class: type[Any], options: argparse.Namespace) -> Any:
     """The dataclass, from what was given: fields that are absent from the options, or None, keep their default."""
     given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(config_class)}
-    return config_class(**{name: value for name, value in given.items() if value is not None})
+    return config_class(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if value is not None
+        }
+    )
 
 
 def _engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -107,15 +108,37 @@ class ServerConfig:
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _option(8000, "port to listen on; 0: a free one")
-    served_model_name: str | None = _option(None, "model name in the API; none: the engine's model name")
-    api_key: str | None = _option(None, "key that every request must bring as a bearer token")
+    served_model_name: tuple[str, ...] = _option((), "model name in the API; may be repeated; none: the engine's")
+    api_key: tuple[str, ...] = _option((), "key that requests must bring, this or another one; may be repeated")
+    cors_origin: tuple[str, ...] = _option((), "web origin whose pages may call the API, * for all; may be repeated")
+    tool_call_parser: Literal["auto", "none", "hermes", "qwen", "llama3", "llama3_json", "mistral"] = _option(
+        "auto", "notation of the model's tool calls; auto: the chat template's; none: tools are refused"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "qwen3", "deepseek_r1", "mistral"] = _option(
+        "auto", "markers of the model's thoughts; auto: the chat template's; none: they stay in the answer"
+    )
+    ssl_certfile: str | None = _option(None, "certificate chain (PEM) to serve HTTPS with")
+    ssl_keyfile: str | None = _option(None, "its private key (PEM); none: in ssl_certfile too")
     max_body_bytes: int = _option(4 << 20, "largest request body")
-    max_waiting_requests: int = _option(4096, "requests waiting beyond it get a 503")
+    max_waiting_requests: int = _option(4096, "requests that may wait for the engine; those beyond get a 429")
     shutdown_timeout_s: float = _option(7.0, "seconds that running requests get to finish after SIGTERM")
+    access_log: bool = _option(True, "log a line for each request, without what was asked and answered")
+    log_contents: bool = _option(False, "log what is asked and answered, for debugging")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
+        for name in ("served_model_name", "api_key", "cors_origin"):
+            _words(name, getattr(self, name))
+        for origin in self.cors_origin:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(f"cors_origin must be like https://example.com, without a path, or *, got {origin!r}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
+        for name in ("tool_call_parser", "reasoning_parser"):
+            choices = get_args(get_type_hints(ServerConfig)[name])
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("max_body_bytes", "max_waiting_requests"):
             _at_least(name, getattr(self, name), 1)
         if not 0 <= self.shutdown_timeout_s < math.inf:  # which not-a-number is not either
@@ -152,6 +175,11 @@ def _check_attention_backend(names: str) -> None:
             f"attention_backend must be one of {', '.join(_BACKENDS)}, or PREFILL,DECODE of "
             f"{', '.join(_GPU_BACKENDS)}; got {names!r}"
         )
+
+
+def _words(name: str, values: object) -> None:
+    if not isinstance(values, tuple) or not all(isinstance(word, str) and word.strip() for word in values):
+        raise ValueError(f"{name} must be a tuple of strings that are not empty")  # the values may be secret
 
 
 def _at_least(name: str, value: object, minimum: int) -> None:

@@ -21,7 +21,8 @@ REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """Joined results of `push`, and of one final `flush`, equal `tokenizer.decode(ids, skip_special_tokens)`.
+    """Joined results of `push`, and of one final `flush`, equal `tokenizer.decode(ids, skip_special_tokens)`, but for
+    the special tokens `shown_ids`, which are not skipped.
 
     Text that a later token could still change is held back: the bytes of an unfinished character, which `flush` gives
     out as U+FFFD just as the whole decode does, and a run of sentencepiece byte tokens until it ends or can no longer
@@ -30,8 +31,10 @@ class IncrementalDetokenizer:
     Raises ValueError if the tokenizer's decoder is of a kind whose text cannot be known token by token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown_ids: Sequence[int] = ()
+    ) -> None:
+        self._skipped_ids = tokenizer.special_token_ids.difference(shown_ids) if skip_special_tokens else frozenset()
         self._decoder = _make_decoder(tokenizer)
 
     def push(self, token_id: int) -> str:

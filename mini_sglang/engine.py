@@ -9,20 +9,41 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.executor import Executor, StepHandle, is_lost
-from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs
+from mini_sglang.grammar_masks import GrammarMasks
+from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
+from mini_sglang.structured_output import GrammarCompiler, Vocabulary
+from mini_sglang.weights.hub import ModelSource, resolve_model
+from mini_sglang.weights.model_config import load_model_config
+
+if TYPE_CHECKING:
+    from mini_sglang.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_MASK_WAIT_S = 0.01  # with nothing to compute but masks; between such waits callers come to speak
+
 
 class Engine:
-    """Runs requests to their end. `config` has every `auto` resolved."""
+    """Runs requests to their end. `config` has every `auto` resolved.
 
-    def __init__(self, config: EngineConfig) -> None:
+    The model's tokenizer serves grammars alone. It is loaded beside the weights unless one is given.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
+        source = resolve_model(
+            config.model,
+            source=config.model_source,
+            revision=config.revision,
+            weights_needed=config.load_format != "dummy",
+        )
+        self._masks = GrammarMasks(partial(_load_compiler, source, tokenizer))
         self.executor = Executor(config)
         self.config = self.executor.config
         self.model_config = self.executor.model_config
@@ -48,28 +69,46 @@ class Engine:
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             bad = next(i for i in prompt_ids if not 0 <= i < vocab_size)
             raise ValueError(f"prompt token ids must be between 0 and {vocab_size - 1}, got {bad}")
+        if request_id in self._masks:
+            raise ValueError(f"request_id {request_id!r} is in use by a request that has not ended")
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
-        self.scheduler.add(
-            Request(
-                request_id=request_id,
-                prompt_ids=prompt_ids,
-                params=params,
-                eos_token_ids=self.model_config.eos_token_ids,
-                cache_salt=cache_salt,
-                priority=priority,
-                seed=seed,
-            )
+        request = Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            eos_token_ids=self.model_config.eos_token_ids,
+            cache_salt=cache_salt,
+            priority=priority,
+            seed=seed,
         )
+        self.scheduler.add(request)
+        if request.is_constrained:
+            self._masks.add(request_id, params, request.max_num_tokens - len(prompt_ids))
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Wait until a grammar is compiled, if `params` ask for one. Raises ValueError, naming the field."""
+        if params.is_constrained:
+            self._masks.check(params)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request at once, wherever it stands; an unknown id is ignored, since it may just have ended."""
         self.scheduler.abort(request_id, reason)
+        self._masks.drop(request_id)
 
     def step(self) -> StepOutputs:
         """Launch the next step if there is one, then read the oldest step that is due.
 
         An error of a step ends its requests, and is raised only where it leaves devices on which no other can run.
         """
+        ended = self._take_masks() if self._masks else []
+        outputs = self._launch_and_read()
+        if self._masks:
+            self._advance_masks(outputs)
+        if not ended:
+            return outputs
+        return StepOutputs(outputs.request_ids, outputs.token_ids, [*ended, *outputs.others])
+
+    def _launch_and_read(self) -> StepOutputs:
         batch = self.scheduler.schedule()
         if batch is not None:
             try:
@@ -83,7 +122,30 @@ class Engine:
             except Exception as error:
                 return self._fail(batch, error)
             return self.scheduler.update(batch, result)
+        if self._masks:
+            self._masks.wait(_MASK_WAIT_S)
         return StepOutputs()
+
+    def _take_masks(self) -> list[TokenOutput]:
+        """Let requests go on whose next mask is known; those whose grammar has come to its end end here."""
+        outputs = []
+        for ready in self._masks.take_ready():
+            if ready.mask is not None:
+                self.scheduler.set_mask(ready.request_id, ready.mask)
+                continue
+            self._masks.drop(ready.request_id)
+            reason = FinishReason.STOP if ready.error is None else FinishReason.ERROR
+            outputs.append(self.scheduler.end(ready.request_id, reason, ready.error, ready.error_param))
+        return [output for output in outputs if output is not None]
+
+    def _advance_masks(self, outputs: StepOutputs) -> None:
+        """Follow the tokens of requests with a grammar, which are never among those that decode in every step."""
+        for output in outputs.others:
+            if output.finish_reason is not None:
+                self._masks.drop(output.request_id)
+            elif output.request_id in self._masks:
+                for token_id in output.token_ids:
+                    self._masks.advance(output.request_id, token_id)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:
         if is_lost(error):
@@ -114,4 +176,16 @@ class Engine:
     def close(self) -> None:
         """Release the model and the pool. The engine cannot be used afterwards."""
         self._inflight.clear()
+        self._masks.close()
         self.executor.close()
+
+
+def _load_compiler(source: ModelSource, tokenizer: Tokenizer | None) -> GrammarCompiler:
+    """Runs beside the loading of the weights: importing transformers, which only a tokenizer needs, takes a second."""
+    if tokenizer is None:
+        from mini_sglang.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(source)
+    model = load_model_config(source)
+    vocabulary = Vocabulary.of(tokenizer, model.vocab_size, model.eos_token_ids)
+    return GrammarCompiler(vocabulary, partial(tokenizer.encode, add_special_tokens=False))

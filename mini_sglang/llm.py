@@ -64,7 +64,7 @@ class LLM:
             weights_needed=config.load_format != "dummy",
         )
         self.tokenizer: Tokenizer = load_tokenizer(source)
-        self.engine = Engine(config)
+        self.engine = Engine(config, self.tokenizer)
         self._running: dict[str, _Running] = {}
         self._next_id = itertools.count()
         self._closed = False
@@ -189,6 +189,8 @@ class LLM:
         for ids, name in zip(prompt_ids, names, strict=True):
             if not ids:
                 raise ValueError(f"{name} must hold at least one token, got none")
+        for request_params, name in zip(params, names, strict=True):
+            self._check_grammar(request_params, "" if len(names) == 1 else f"{name}: ")
         requests: list[_Running] = []
         with _interrupt_deferred():
             for ids, request_params, name in zip(prompt_ids, params, names, strict=True):
@@ -202,6 +204,13 @@ class LLM:
                 self._running[request_id] = request
                 requests.append(request)
         return requests
+
+    def _check_grammar(self, params: SamplingParams, prefix: str) -> None:
+        try:
+            params.validate(self.engine.model_config.vocab_size)
+            self.engine.check_grammar(params)
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from error
 
     def _step(self) -> list[_Running]:
         """One engine step; returns the requests that got an output."""

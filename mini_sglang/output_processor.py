@@ -21,8 +21,11 @@ class OutputProcessor:
         self.finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
         self._error: str | None = None
+        self._error_param: str | None = None
         self._num_cached_tokens = 0
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, shown_ids=params.shown_special_ids
+        )
         self._stop = StopChecker(params.stop, include=params.include_stop_str_in_output)
         self._generated = GeneratedTokens(logprobs=None if params.logprobs is None else [])
 
@@ -36,6 +39,8 @@ class OutputProcessor:
         if self.finish_reason is not None:
             return self._snapshot("", 0)
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            self._generated.prompt_logprobs = output.prompt_logprobs
         num_before = len(self._generated.token_ids)
         text = self._add_tokens(output)
         if output.finish_reason is not None and self._stop.matched is None:
@@ -43,6 +48,7 @@ class OutputProcessor:
             text += self._stop.flush()
         self._note_end(output)
         self._generated.text_pieces.append(text)
+        self._generated.num_tokens_at_piece.append(len(self._generated.token_ids))
         return self._snapshot(text, len(self._generated.token_ids) - num_before)
 
     def _add_tokens(self, output: TokenOutput) -> str:
@@ -73,7 +79,7 @@ class OutputProcessor:
         if self._stop.matched is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, self._stop.matched
             return
-        self.finish_reason, self._error = output.finish_reason, output.error
+        self.finish_reason, self._error, self._error_param = output.finish_reason, output.error, output.error_param
         if output.stop_token_id in self.params.stop_token_ids:
             self._stop_reason = output.stop_token_id
 
@@ -91,6 +97,7 @@ class OutputProcessor:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             error=self._error,
+            error_param=self._error_param,
             generated=self._generated,
             num_text_pieces=len(self._generated.text_pieces),
         )

@@ -69,6 +69,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
+    @functools.cached_property
+    def chat_template(self) -> str:
+        """The source of the model's chat template; of all of them where there are several; empty if there is none."""
+        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that is written `text`, if there is one."""
+        return next((token_id for token_id in self.special_token_ids if self._added_texts[token_id] == text), None)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds the begin or end tokens that the model expects.
 

@@ -39,12 +39,36 @@ ALLOWED: dict[str, set[str]] = {
         "lifetime",
     },
     "tokenizer": {"weights.hub", "weights.gguf_file", "weights.gguf_tokenizer", "weights.model_config"},
+    "grammar_ending": set(),
+    "structured_output": {"grammar_ending", "request", "tokenizer"},
+    "grammar_masks": {"structured_output", "request"},
+    "grammar_check": {"structured_output", "request"},
     "detokenizer": {"tokenizer"},
     "output_processor": {"tokenizer", "detokenizer", "request"},
-    "engine": {"config", "request", "scheduling", "execution"},
+    "engine": {
+        "config",
+        "request",
+        "scheduling",
+        "execution",
+        "grammar_masks",
+        "structured_output",
+        "tokenizer",
+        "weights.hub",
+        "weights.model_config",
+    },
     "messages": {"request", "config", "scheduling"},
     "engine_process": {"engine", "lifetime", "messages", "config", "request", "scheduling"},
-    "async_engine": {"messages", "config", "request", "scheduling", "output_processor", "tokenizer", "weights.hub"},
+    "async_engine": {
+        "messages",
+        "config",
+        "request",
+        "scheduling",
+        "output_processor",
+        "tokenizer",
+        "weights.hub",
+        "grammar_check",
+        "structured_output",
+    },
     "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
     "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
     "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
@@ -55,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "request",
         "output_processor",
+        "structured_output",
         "tokenizer",
         "messages",
         "weights.hub",
@@ -62,7 +87,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {"config", "benchmark", "chat", "execution", "llm", "parallel", "request", "server", "verify", "weights"},
 }
-TORCH_FREE = ["request", "config", "scheduling", "detokenizer", "messages", "server"]
+TORCH_FREE = [
+    *("request", "config", "scheduling", "detokenizer", "messages", "server"),
+    *("structured_output", "grammar_ending", "grammar_masks", "grammar_check"),
+]
 
 
 def part_of(module: str) -> str:

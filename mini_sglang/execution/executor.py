@@ -38,6 +38,7 @@ class StepHandle:
     def __init__(self, sampled: Sampled, landings: list[_Landing], max_rows: int, ranks: Ranks | None = None) -> None:
         self._ranks = ranks
         self._logprobs = sampled.logprobs
+        self._prompt_logprobs = sampled.prompt_logprobs
         self._token_ids = sampled.token_ids
         self._landings = landings  # those that are free
         self._landing: _Landing | None = None
@@ -53,7 +54,7 @@ class StepHandle:
         if self._result is None:
             if self._landing is not None:
                 self._wait_for(self._landing.arrived)
-            self._result = StepResult(self._token_ids.tolist(), self._logprobs)
+            self._result = StepResult(self._token_ids.tolist(), self._logprobs, self._prompt_logprobs)
             if self._landing is not None:  # read, so the next step may have it
                 self._landings.append(self._landing)
         return self._result

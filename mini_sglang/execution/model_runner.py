@@ -12,6 +12,7 @@ from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep
 from mini_sglang.execution.prompt_graph import PromptBackend, PromptGraphs, PromptInputs, prompt_sizes
+from mini_sglang.execution.prompt_logprobs import asked_of, look_up_prompts
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
 from mini_sglang.models.forward_batch import ForwardBatch
@@ -28,6 +29,7 @@ class Sampled(NamedTuple):
 
     token_ids: torch.Tensor  # [S] int64
     logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]  # of the rows that ask, by slot
 
 
 @runtime_checkable
@@ -111,19 +113,29 @@ class ModelRunner:
         if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
             return self._replay(batch, self._graphs)
         rows = batch.rows
-        if self._prompts is not None and self._prompts.fits(rows):
+        asked = asked_of(batch, self._table)
+        if self._prompts is not None and not asked and self._prompts.fits(rows):
             return self._complete([row for row in rows if row.samples], *self._prompts.replay(rows))
         inputs = self._table.expand(rows)
-        logits = self._model(
+        logit_rows, num_sampling = inputs.logit_rows, len(inputs.logit_rows)
+        if asked:
+            indices = [index for part in asked for index in range(part.first, part.first + part.count)]
+            logit_rows = torch.cat((logit_rows, self._table.send(indices)))
+        hidden = self._model.hidden(
             ForwardBatch(
                 input_ids=inputs.input_ids,
                 positions=inputs.positions,
-                logit_rows=inputs.logit_rows,
+                logit_rows=logit_rows,
                 plan=self._backends.plan(inputs.attention),
             )
         )
-        sampling_rows = [row for row in rows if row.samples]
-        return self._sample(sampling_rows, logits) if sampling_rows else Sampled(inputs.logit_rows, [])
+        sampled = Sampled(inputs.logit_rows, [], {})
+        if num_sampling:
+            sampled = self._sample([row for row in rows if row.samples], self._model.logits(hidden[:num_sampling]))
+        if asked:
+            found = look_up_prompts(asked, hidden[num_sampling:], self._model.logits, self._table)
+            sampled = sampled._replace(prompt_logprobs=found)
+        return sampled
 
     def _replay(self, batch: ScheduledBatch, graphs: DecodeGraphs) -> Sampled:
         decodes = batch.decodes
@@ -132,7 +144,7 @@ class ModelRunner:
             if not self._table.want_only_tokens(decodes.slots):
                 return self._complete(batch.rows, *step)
             self._plain_decodes = decodes
-        return Sampled(step.token_ids, [None] * len(decodes))
+        return Sampled(step.token_ids, [None] * len(decodes), {})
 
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         if self._sampler is not None:
@@ -140,17 +152,17 @@ class ModelRunner:
             positions = self._table.send([row.start + row.count for row in rows], torch.int32)
             return self._complete(rows, self._sampler.draw(logits, slots, positions), logits)
         token_ids = self._draw(rows, logits)
-        return Sampled(token_ids, token_logprobs(logits, token_ids, self._table.params_of(rows)))
+        return Sampled(token_ids, token_logprobs(logits, token_ids, self._table.params_of(rows)), {})
 
     def _complete(self, rows: list[Row], token_ids: torch.Tensor, logits: torch.Tensor) -> Sampled:
         """What the device's draw leaves to do: draw biased rows again and look log-probabilities up."""
         if self._table.want_only_tokens([row.slot for row in rows]):
-            return Sampled(token_ids, [None] * len(rows))
+            return Sampled(token_ids, [None] * len(rows), {})
         params = self._table.params_of(rows)
         biased = [index for index in range(len(rows)) if is_biased(params[index])]
         if biased:
             token_ids[biased] = self._draw([rows[index] for index in biased], logits[biased])
-        return Sampled(token_ids, token_logprobs(logits, token_ids, params))
+        return Sampled(token_ids, token_logprobs(logits, token_ids, params), {})
 
     def _draw(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
         """Draw one token per row with PyTorch and append it."""

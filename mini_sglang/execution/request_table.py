@@ -51,10 +51,13 @@ class RequestTable:
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._seeds = [0] * num_slots
         self._prompt_lengths = [0] * num_slots
+        self._end_ids: list[list[int]] = [[]] * num_slots  # held back by `min_tokens`
+        self._masks: dict[int, bytes] = {}  # of this step's rows under a grammar
         self._wanting_more: set[int] = set()  # slots with a bias or log-probabilities
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Take in the batch's new rows and new pages."""
+        self._masks = batch.masks
         for new in batch.new_rows:
             self._take(new)
         if batch.new_pages:
@@ -71,6 +74,7 @@ class RequestTable:
         self._params[new.slot] = new.params
         self._seeds[new.slot] = new.seed
         self._prompt_lengths[new.slot] = new.num_prompt_tokens
+        self._end_ids[new.slot] = new.end_token_ids
         wants_more = is_biased(new.params) or new.params.logprobs is not None
         (self._wanting_more.add if wants_more else self._wanting_more.discard)(new.slot)
 
@@ -112,11 +116,26 @@ class RequestTable:
             positions=[row.start + row.count for row in rows],
             prompt_lengths=[self._prompt_lengths[slot] for slot in slots],
             history=lambda index: self.tokens[slots[index], : rows[index].start + rows[index].count],
+            masks={
+                index: self._mask(row.slot) for index, row in enumerate(rows) if self._known(row.slot).is_constrained
+            },
+            held_back={
+                index: self._end_ids[row.slot]
+                for index, row in enumerate(rows)
+                if row.start + row.count - self._prompt_lengths[row.slot] < self._known(row.slot).min_tokens
+            },
         )
 
     def want_only_tokens(self, slots: Iterable[int]) -> bool:
         """Whether these slots want no more than what a device draws by itself: no bias, no log-probabilities."""
         return self._wanting_more.isdisjoint(slots)
+
+    def prompt_alternatives(self, slot: int) -> int | None:
+        """How many alternatives the log-probabilities of the slot's prompt come with; None: they are not asked for."""
+        return self._known(slot).prompt_logprobs
+
+    def prompt_length(self, slot: int) -> int:
+        return self._prompt_lengths[slot]
 
     def params_of(self, rows: list[Row]) -> list[SamplingParams]:
         return [self._known(row.slot) for row in rows]
@@ -126,6 +145,12 @@ class RequestTable:
         if params is None:
             raise ValueError(f"slot {slot} samples but no request was ever placed in it")
         return params
+
+    def _mask(self, slot: int) -> bytes:
+        mask = self._masks.get(slot)
+        if mask is None:
+            raise ValueError(f"slot {slot} samples under a grammar but the step has no mask for it")
+        return mask
 
     def append(self, rows: list[Row], token_ids: torch.Tensor) -> None:
         """Write the sampled tokens, one per row, behind the tokens just computed. token_ids [len(rows)]"""

@@ -11,7 +11,7 @@ Greedy rows take the argmax. Log-probabilities are of the model's distribution, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +30,8 @@ class SamplingBatch:
     positions: list[int]  # of the token to be drawn
     prompt_lengths: list[int]
     history: Callable[[int], torch.Tensor]  # row -> its tokens so far [length] int32, prompt first
+    held_back: dict[int, list[int]] = field(default_factory=dict)  # row -> tokens that may not be drawn yet
+    masks: dict[int, bytes] = field(default_factory=dict)  # row -> what may be drawn: one bit per token, lowest first
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -43,7 +45,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         for row, params in enumerate(batch.params):
             if _changes_logits(params):
                 _apply_bias(logits[row], params)
+                if row in batch.masks:
+                    _apply_mask(logits[row], batch.masks[row])
                 _apply_penalties(logits[row], params, batch.history(row), batch.prompt_lengths[row])
+                _hold_back(logits[row], batch.held_back.get(row, []))
     token_ids = logits.argmax(-1)
     plain = [row for row, params in enumerate(batch.params) if params.temperature > 0 and not _filters(params)]
     filtered = [row for row, params in enumerate(batch.params) if params.temperature > 0 and _filters(params)]
@@ -61,22 +66,33 @@ def token_logprobs(
     """Log-probabilities of the sampled and the best tokens, for the rows that ask. logits [R, vocab], token_ids [R]"""
     results: list[TokenLogprobs | None] = [None] * len(params)
     asking = [row for row, p in enumerate(params) if p.logprobs is not None]
-    if not asking:
-        return results
-    logprobs = logits[asking].float().log_softmax(-1)
-    sampled = logprobs.gather(1, token_ids[asking].unsqueeze(1))
-    best = logprobs.topk(max(max(params[row].logprobs or 0 for row in asking), 1))
-    for index, row in enumerate(asking):
-        count = params[row].logprobs or 0
-        results[row] = TokenLogprobs(
-            token_ids=[int(token_ids[row]), *best.indices[index, :count].tolist()],
-            logprobs=[float(sampled[index, 0]), *best.values[index, :count].tolist()],
-        )
+    if asking:
+        counts = [params[row].logprobs or 0 for row in asking]
+        for row, entry in zip(asking, look_up(logits[asking], token_ids[asking], counts), strict=True):
+            results[row] = entry
     return results
 
 
+def look_up(logits: torch.Tensor, token_ids: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of `token_ids` [R] and, per row, of the `counts` best tokens. logits [R, vocab], R > 0"""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
+    best = logprobs.topk(max(*counts, 1))
+    return [
+        TokenLogprobs([token_id, *others[:count]], [logprob, *other_logprobs[:count]])
+        for token_id, logprob, others, other_logprobs, count in zip(
+            token_ids.tolist(), own, best.indices.tolist(), best.values.tolist(), counts, strict=True
+        )
+    ]
+
+
 def is_biased(params: SamplingParams) -> bool:
-    return bool(params.logit_bias) or params.allowed_token_ids is not None
+    biased = bool(params.logit_bias) or params.allowed_token_ids is not None
+    return biased or _holds_back(params) or params.is_constrained
+
+
+def _holds_back(params: SamplingParams) -> bool:
+    return params.min_tokens > 0 and not (params.ignore_eos and not params.stop_token_ids)
 
 
 def is_penalised(params: SamplingParams) -> bool:
@@ -101,6 +117,20 @@ def _apply_bias(logits: torch.Tensor, params: SamplingParams) -> None:
         kept = logits[allowed]
         logits.fill_(float("-inf"))
         logits[allowed] = kept
+
+
+def _apply_mask(logits: torch.Tensor, mask: bytes) -> None:
+    """logits [vocab], changed in place; mask [vocab] bits, and some to fill it up"""
+    octets = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(logits.device)
+    bits = octets.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    logits.masked_fill_(bits.flatten()[: logits.shape[0]] == 0, float("-inf"))
+
+
+def _hold_back(logits: torch.Tensor, token_ids: list[int]) -> None:
+    """logits [vocab], changed in place; left as they are if nothing else may be drawn"""
+    if token_ids:
+        others = logits.index_fill(0, torch.tensor(token_ids, device=logits.device), float("-inf"))
+        logits.copy_(torch.where(others.amax() > float("-inf"), others, logits))
 
 
 def _apply_penalties(logits: torch.Tensor, params: SamplingParams, history: torch.Tensor, prompt_length: int) -> None:

@@ -61,11 +61,18 @@ class Transformer:
 
     def __call__(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`; the first rows of `out` where that is given"""
+        return self.logits(self.hidden(batch), out)
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """-> what the blocks make of the tokens in `batch.logit_rows` [S, hidden_size]"""
         x = self._embedding(batch.input_ids)
         *rotations, last_rotation = self._rotary.at(batch.positions)
         for block, rotation in zip(self._blocks[:-1], rotations, strict=True):
             x = block(x, rotation, batch.plan)
-        x = self._blocks[-1](x, last_rotation, batch.plan, batch.logit_rows)
+        return self._blocks[-1](x, last_rotation, batch.plan, batch.logit_rows)
+
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [S, hidden_size], from `hidden` -> logits [S, vocab_size]; the first rows of `out` where that is given"""
         return self._head(x, self._norm, None if out is None else out[: len(x)])
 
     def empty_logits(self, rows: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ class NewRow(msgspec.Struct, frozen=True):
     num_prompt_tokens: int  # token_ids[num_prompt_tokens:] are output tokens, which the penalties count
     params: SamplingParams
     seed: int
+    end_token_ids: list[int] = []  # if `min_tokens` are asked for: what may not be drawn before
 
 
 class NewPages(msgspec.Struct, frozen=True):
@@ -61,8 +62,8 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     """One step. Applied in this order: new rows, new pages, page copies, forward over `rows`, sampling.
 
     `chunks` are the rows of requests that do not decode yet: parts of prompts, and of answers computed again after a
-    preemption. `page_copies` are (source, destination) page ids; all sources are read before any destination is
-    written.
+    preemption; and those of requests with a grammar, which are not in every step. `page_copies` are (source,
+    destination) page ids; all sources are read before any destination is written.
     """
 
     step: int
@@ -71,6 +72,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     new_rows: list[NewRow]
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
+    masks: dict[int, bytes] = {}  # by slot, of every row that samples under a grammar: one bit per token, 1 is allowed
 
     @property
     def rows(self) -> list[Row]:
@@ -83,7 +85,8 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step sampled: one entry per row with `samples`, in row order."""
+    """What a step sampled, one entry per row with `samples`, in row order; and what it found out about prompts."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of the rows that ask, by slot: of their tokens' successors

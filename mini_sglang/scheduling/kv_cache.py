@@ -98,11 +98,12 @@ class KVCacheManager:
     # -- getting pages ------------------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> Match:
-        """The longest cached beginning of the request's tokens that leaves one to compute. Changes nothing."""
+        """The longest cached beginning of the request's tokens that leaves what must be computed. Changes nothing."""
         holding = self._holding(request)
         if not self.reuse:
             return Match()
-        return self._tree.match(holding.salt, holding.tokens, len(holding.tokens) - 1)
+        limit = 0 if request.wants_prompt_logprobs else len(holding.tokens) - 1
+        return self._tree.match(holding.salt, holding.tokens, limit)
 
     def cached_tokens(self, request: Request) -> int:
         """`match(request).num_tokens`, remembered as long as the tree does not change."""

@@ -133,6 +133,7 @@ class Scheduler:
         request.max_num_tokens = min(self._context_length, self._pool_tokens + 1)
         if request.params.max_tokens is not None:
             request.max_num_tokens = min(request.max_num_tokens, length + request.params.max_tokens)
+        request.is_constrained = request.params.is_constrained
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
         self._requests[request.request_id] = request
@@ -147,6 +148,32 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, reason)
+
+    def set_mask(self, request_id: str, mask: bytes) -> None:
+        """Say which tokens may follow those that were read of a constrained request; until then it has to wait."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.mask, request.mask_position = mask, request.num_known_tokens
+
+    def end(
+        self, request_id: str, reason: FinishReason, error: str | None = None, error_param: str | None = None
+    ) -> TokenOutput | None:
+        """End a request between two tokens; returns its last output, or None if it has ended already."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._end_without_token(request, reason, error, error_param)
+
+    def _end_without_token(
+        self, request: Request, reason: FinishReason, error: str | None = None, error_param: str | None = None
+    ) -> TokenOutput:
+        self._end(request, reason)
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=[],
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens,
+            error=error,
+            error_param=error_param,
+        )
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -260,13 +287,15 @@ class Scheduler:
                 continue
             if num_tokens - request.num_computed_tokens > 1:
                 prefilling.append(request)
+            elif not request.may_sample:  # its last token, or what may follow it, is not known yet
+                continue
             elif not self._make_room(request, num_tokens, plan):
                 enough_pages = False
                 if request in self._decoding:
                     self._fall_behind(request)
             elif request in self._decoding:
                 self._decoding.expect_pages([request])
-            elif request.num_computed_tokens < len(request.prompt_ids):
+            elif request.is_constrained or request.num_computed_tokens < len(request.prompt_ids):
                 plan[request] = 1
             else:
                 self._remove(self._catching_up, request)
@@ -291,6 +320,8 @@ class Scheduler:
         for request in self._policy.order(self._waiting, self.kv.cached_tokens):
             if budget == 0 or not self._free_slots:
                 break
+            if not request.may_sample:
+                continue
             match = self.kv.match(request)
             if self._is_being_computed(request, match, computing):
                 continue
@@ -315,7 +346,7 @@ class Scheduler:
         """
         mine, cached = self.kv.tokens(request), match.num_tokens
         left = len(mine) - cached
-        if left < 2 or not self.kv.reuse:
+        if left < 2 or not self.kv.reuse or request.wants_prompt_logprobs:
             return False
         for other in computing:
             theirs = self.kv.tokens(other)
@@ -345,33 +376,43 @@ class Scheduler:
         insort(self._catching_up, request, key=self._policy.rank)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
-        token_ids = request.token_ids if request.output_ids else request.prompt_ids
-        new_rows.append(NewRow(request.slot, token_ids, len(request.prompt_ids), request.params, request.seed))
+        new_rows.append(self._new_row(request, request.slot))
+        request.prompt_logprobs = []  # what was computed before a preemption will be again
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = request.num_computed_tokens
             self._counters.prompt_tokens += len(request.prompt_ids)
             self._counters.cached_tokens += request.num_cached_tokens
 
+    def _new_row(self, request: Request, slot: int) -> NewRow:
+        token_ids = request.token_ids if request.output_ids else request.prompt_ids
+        params = request.params
+        if params.prompt_logprobs is not None and not request.wants_prompt_logprobs:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        ends = sorted(request.stop_ids) if params.min_tokens else []
+        return NewRow(slot, token_ids, len(request.prompt_ids), params, request.seed, ends)
+
     def _launch(self, plan: Plan, new_rows: list[NewRow]) -> ScheduledBatch:
         """Turn the plan into a batch; its tokens count as computed from here on, and full pages are published."""
         self._counters.steps += 1
         step = self._counters.steps
         new_pages, copies = self.kv.take_changes()
-        chunks = []
+        chunks, masks = [], {}
         for request, count in plan.items():
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             end = request.num_computed_tokens = start + count
             samples = end == num_tokens
             assert request.slot is not None
             chunks.append(Row(request.slot, start, count, samples))
+            if samples and request.is_constrained:
+                masks[request.slot] = request.mask
             request.last_step = step
             if start < len(request.prompt_ids) or count > 1:
                 self.kv.commit(request, step, tail=samples)
         if plan:
             self._is_full = False  # what a chunk has computed may be what a waiting request begins with
         members = self._decoding.members
-        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies)
+        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies, masks)
         self._launched.append(_Launched(batch, members, list(plan)))
         for request in self._decoding.take_ending(step):
             self._fall_behind(request)
@@ -410,6 +451,9 @@ class Scheduler:
             raise ValueError(
                 f"step {batch.step} samples {num_members + len(alone)} tokens, not {len(result.token_ids)}"
             )
+        if result.prompt_logprobs:
+            for row, request in zip(batch.chunks, launched.chunks, strict=True):
+                request.prompt_logprobs += result.prompt_logprobs.get(row.slot, ())
         apart = self._rows_apart(launched, result)
         token_ids = _without(result.token_ids[:num_members], apart)
         deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
@@ -432,6 +476,7 @@ class Scheduler:
         return sorted(rows)
 
     def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        prompt_logprobs = request.prompt_logprobs if request.wants_prompt_logprobs else None
         request.output_ids.append(token_id)
         self._counters.generated_tokens += 1
         reason = None
@@ -446,6 +491,7 @@ class Scheduler:
             request_id=request.request_id,
             token_ids=[token_id],
             logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token_id=token_id if is_end else None,
             num_cached_tokens=request.num_cached_tokens,
@@ -472,7 +518,7 @@ class Scheduler:
             steps = [launched.batch.step for launched in self._launched if request in launched.requests]
             request.last_step = max(steps, default=0)
             if request.status is not RequestStatus.FINISHED:
-                outputs.append(self._end_with_error(request, error))
+                outputs.append(self._end_without_token(request, FinishReason.ERROR, error))
         for request in [*self._running, *self._leaving]:
             if request.status is not RequestStatus.FINISHED and self.kv.is_spoiled(request):
                 self._restart(request)
@@ -480,16 +526,6 @@ class Scheduler:
             self.kv.announce_again(request)
         self._note_read_steps()
         return StepOutputs(others=outputs)
-
-    def _end_with_error(self, request: Request, error: str) -> TokenOutput:
-        self._end(request, FinishReason.ERROR)
-        return TokenOutput(
-            request_id=request.request_id,
-            token_ids=[],
-            finish_reason=FinishReason.ERROR,
-            num_cached_tokens=request.num_cached_tokens,
-            error=error,
-        )
 
     def _restart(self, request: Request) -> None:
         """Compute a request again from its known tokens; what launched steps sampled for it is void."""

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, StepOutputs
+from mini_sglang.request import FinishReason, Request, StepOutputs, TokenLogprobs
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 
@@ -44,10 +44,21 @@ class WrongPageError(Exception):
     """A row was ordered to read or write a cell that is not its own."""
 
 
+class WrongMaskError(Exception):
+    """A row was ordered to sample under a mask that is not the one for its next token."""
+
+
+def mask_for(position: int) -> bytes:
+    """What stands for the mask under which the token at `position` is drawn."""
+    return str(position).encode()
+
+
 @dataclass(slots=True)
 class _Slot:
     seed: int
     tokens: list[int]
+    num_asked: int = 0  # prompt tokens, if their log-probabilities are asked for
+    is_constrained: bool = False
     page_table: list[int] = field(default_factory=list)
     fingerprints: list[int] = field(default_factory=list)
 
@@ -63,9 +74,11 @@ class SimulatedExecutor:
         self._vocab_size = vocab_size
         self._pages = [[GARBAGE] * page_size for _ in range(num_pages)]
         self._slots: list[_Slot | None] = [None] * num_slots
+        self._masks: dict[int, bytes] = {}
 
     def launch(self, batch: ScheduledBatch, *, fail: bool = False) -> StepResult:
-        """Run one step. With `fail`, what it should have computed is garbage. Raises WrongPageError."""
+        """Run one step. With `fail`, what it computes is garbage. Raises WrongPageError or WrongMaskError."""
+        self._masks = batch.masks
         for new in batch.new_rows:
             self._take(new)
         for pages in batch.new_pages:
@@ -82,10 +95,17 @@ class SimulatedExecutor:
             self._compute(row, written, is_sound)
         pairs = zip(rows, sound, strict=True)
         sampled = [self._sample(row, is_sound) for row, is_sound in pairs if row.samples]
-        return StepResult(sampled, [None] * len(sampled))
+        return StepResult(sampled, [None] * len(sampled), {row.slot: self._look_up(row) for row in batch.chunks})
 
     def _take(self, new: NewRow) -> None:
-        self._slots[new.slot] = _Slot(new.seed, list(new.token_ids))
+        num_asked = 0 if new.params.prompt_logprobs is None else new.num_prompt_tokens
+        self._slots[new.slot] = _Slot(new.seed, list(new.token_ids), num_asked, new.params.is_constrained)
+
+    def _look_up(self, row: Row) -> list[TokenLogprobs]:
+        """Stand-ins for the log-probabilities of the row's tokens' successors in the prompt, if they are asked for."""
+        slot = self._slot(row.slot)
+        following = slot.tokens[row.start + 1 : min(row.start + row.count + 1, slot.num_asked)]
+        return [TokenLogprobs([token_id], [0.0]) for token_id in following]
 
     def _slot(self, index: int) -> _Slot:
         slot = self._slots[index]
@@ -129,35 +149,47 @@ class SimulatedExecutor:
     def _sample(self, row: Row, is_sound: bool) -> int:
         slot = self._slot(row.slot)
         end = row.start + row.count
+        mask = self._masks.get(row.slot)
+        if mask != (mask_for(end) if slot.is_constrained else None):
+            raise WrongMaskError(f"{row} samples under the mask {mask!r}")
         token_id = next_token(slot.fingerprints[end - 1], self._vocab_size) if is_sound else GARBAGE
         slot.tokens[end:] = [token_id]
         return token_id
 
 
 class Simulation:
-    """The engine's loop around a real Scheduler and a SimulatedExecutor."""
+    """The engine's loop around a real Scheduler and a SimulatedExecutor.
 
-    def __init__(self, config: EngineConfig, vocab_size: int = 3) -> None:
+    The mask for a constrained request's next token is known `mask_delay` steps after the token before it.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int = 3, mask_delay: int = 0) -> None:
         self.scheduler = Scheduler(config)
         self.executor = SimulatedExecutor(
             self.scheduler.kv.num_pages, config.page_size, self.scheduler.num_slots, vocab_size
         )
         self.vocab_size = vocab_size
+        self.mask_delay = mask_delay
+        self._due_masks: dict[str, int] = {}  # by request: steps until it is known
         self.run_ahead = config.run_ahead or 0
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, FinishReason] = {}
+        self.looked_up: dict[str, list[TokenLogprobs]] = {}  # of prompts
         self._inflight: deque[tuple[ScheduledBatch, StepResult, bool]] = deque()
 
     def add(self, request: Request) -> None:
         """Queue a request; its output is then to be found in `requests`."""
         self.scheduler.add(request)
         self.requests[request.request_id] = request
+        if request.is_constrained:
+            self._due_masks[request.request_id] = self.mask_delay
 
     def step(self, *, fail_launch: bool = False, fail_read: bool = False) -> StepOutputs:
         """Launch the next step and read the oldest one that is due.
 
         With `fail_launch` the executor never sees the step; with `fail_read` it leaves garbage, which shows when read.
         """
+        self._deliver_masks()
         batch = self.scheduler.schedule()
         if batch is not None and fail_launch:
             return self._note(self.scheduler.fail(batch, "the launch failed"))
@@ -181,13 +213,28 @@ class Simulation:
 
     def _note(self, outputs: StepOutputs) -> StepOutputs:
         for output in outputs.others:
+            if output.prompt_logprobs is not None:
+                self.looked_up.setdefault(output.request_id, []).extend(output.prompt_logprobs)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
+            elif self.requests[output.request_id].is_constrained:
+                self._due_masks[output.request_id] = self.mask_delay
         return outputs
 
+    def _deliver_masks(self) -> None:
+        for request_id, steps in list(self._due_masks.items()):
+            self._due_masks[request_id] = steps - 1
+            if steps == 0:
+                del self._due_masks[request_id]
+                self.scheduler.set_mask(request_id, mask_for(self.requests[request_id].num_known_tokens))
+
     def check_outputs(self) -> None:
-        """Raise RuntimeError unless every output so far is what follows its prompt."""
+        """Raise RuntimeError unless every output so far is what follows its prompt, looked up if that was asked for."""
         for request in self.requests.values():
+            if request.params.prompt_logprobs is not None and request.output_ids:
+                found = [entry.token_ids[0] for entry in self.looked_up[request.request_id]]
+                if found != request.prompt_ids[1:]:
+                    raise RuntimeError(f"request {request.request_id} has log-probabilities of {found}")
             output = request.output_ids
             if output != generate(request.prompt_ids, request.seed, len(output), self.vocab_size):
                 raise RuntimeError(f"request {request.request_id} has a wrong output: {output}")

@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
-import secrets
+import hmac
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi import APIRouter, FastAPI, Request, Security
+from fastapi.responses import JSONResponse
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
 
 import mini_sglang
 from mini_sglang.config import ServerConfig
-from mini_sglang.server import native_routes, openai_routes
+from mini_sglang.server import (
+    anthropic_routes,
+    native_routes,
+    openai_routes,
+    pages,
+    responses_routes,
+    sglang_routes,
+)
 from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
-from mini_sglang.server.protocol import ROUTE_BODIES
-from mini_sglang.server.request_body import describe_bodies
+from mini_sglang.server.openapi import describe
+from mini_sglang.server.request_log import RequestLog
 from mini_sglang.tokenizer import Tokenizer
 
-docs_router = APIRouter(include_in_schema=False)
+description_router = APIRouter(include_in_schema=False)
 
 
 def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """The server around `engine`. The app does not own the engine: who made it closes it."""
-    # The framework's own routes for the API's description would be outside the API key.
+    # The framework's own routes for the API's description would be outside the API key, and load scripts from abroad.
     app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None)
     app.state.context = ServerContext(engine, tokenizer, config)
     install_error_handlers(app)
-    app.include_router(native_routes.open_router)
-    for router in (native_routes.router, openai_routes.router, docs_router):
-        app.include_router(router, dependencies=[Depends(_require_api_key)])
-    make_document = app.openapi
-    app.openapi = lambda: describe_bodies(make_document(), ROUTE_BODIES)  # type: ignore[method-assign]
+    guards = [Security(_require_api_key)] if config.api_key else []
+    for routes in (openai_routes, responses_routes, anthropic_routes, sglang_routes, native_routes):
+        app.include_router(routes.router, dependencies=guards)
+    app.include_router(description_router, dependencies=guards)
+    for router in (native_routes.open_router, pages.router):
+        app.include_router(router)
+    app.mount(pages.FILES_ROUTE, pages.files)
+    describe(app)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    app.add_middleware(RequestLog, access=config.access_log, contents=config.log_contents)
     return app
 
 
-@docs_router.get("/openapi.json")
+@description_router.get("/openapi.json")
 async def openapi(request: Request) -> JSONResponse:
     """The API's description."""
     return JSONResponse(request.app.openapi())
 
 
-@docs_router.get("/docs")
-async def docs(request: Request) -> HTMLResponse:
-    """The API's description, to read in a browser."""
-    return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
-
-
-async def _require_api_key(request: Request) -> None:
-    """Refuse a request without the server's key, if the server has one, before its body is read."""
-    api_key = context_of(request).config.api_key
-    if api_key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), api_key.encode()):
+async def _require_api_key(
+    request: Request,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))],
+    header: Annotated[str | None, Security(APIKeyHeader(name="x-api-key", auto_error=False))],  # Anthropic's clients
+) -> None:
+    """Refuse a request without one of the server's keys, before its body is read."""
+    given = (bearer.credentials if bearer is not None else header or "").strip().encode("latin-1")
+    # each key is compared, whichever fits, and in constant time: how long it takes tells nothing about them
+    fits = [hmac.compare_digest(given, key.encode()) for key in context_of(request).config.api_key]
+    if not any(fits):
         message = "this server needs an API key: send the header Authorization: Bearer KEY"
         raise ApiError(401, message, code="invalid_api_key")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from mini_sglang.config import ServerConfig
 from mini_sglang.messages import EngineInfo
 from mini_sglang.request import RequestOutput, SamplingParams, shorten
 from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.server.dialect import Dialect
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.metrics import ServerMetrics
 from mini_sglang.tokenizer import Tokenizer
@@ -28,9 +30,6 @@ class ServingEngine(Protocol):
 
     @property
     def request_ids(self) -> list[str]: ...
-
-    @property
-    def num_requests(self) -> int: ...
 
     def generate(
         self,
@@ -64,16 +63,30 @@ class ServerContext:
     waits: set[asyncio.Timeout] = field(default_factory=set)  # for the rest of a body
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
 
+    @functools.cached_property
+    def dialect(self) -> Dialect:
+        """How the model writes thoughts and tool calls."""
+        return Dialect.of(self.tokenizer, self.config)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that clients know the model by."""
+        return self.config.served_model_name or (self.engine.info.model,)
+
     @property
     def model_name(self) -> str:
-        """The name that clients know the model by."""
-        return self.config.served_model_name or self.engine.info.model
+        """The first of the names."""
+        return self.model_names[0]
 
-    def check_model(self, name: str | None) -> None:
-        """Raise a 404 for any name but the served one; leaving it out is fine, there is only one model."""
-        if name is not None and name != self.model_name:
-            message = f"model {shorten(name)} does not exist; this server serves {self.model_name!r}"
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; leaving it out is fine, there is only one model. Raises a 404 for other names."""
+        if name is None:
+            return self.model_name
+        if name not in self.model_names:
+            served = ", ".join(map(repr, self.model_names))
+            message = f"model {shorten(name)} does not exist; this server serves {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return name
 
     @contextlib.asynccontextmanager
     async def unless_stopping(self) -> AsyncGenerator[None, None]:

@@ -14,11 +14,23 @@ from starlette.exceptions import HTTPException
 
 from mini_sglang.async_engine import EngineDeadError
 from mini_sglang.request import shorten
+from mini_sglang.server.request_log import current_request_id
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_LENGTH = 1000  # an answer must not repeat a megabyte that a client sent
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    413: {"connection": "close"},
+    429: {"retry-after": "1"},
+    503: {"retry-after": "1"},
+}
 
 
 class ApiError(Exception):
@@ -64,14 +76,13 @@ def _internal(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}")
 
 
-def error_response(error: ApiError) -> Response:
-    """The HTTP answer to an error."""
-    headers = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}, 503: {"retry-after": "1"}}
+def error_response(error: ApiError, body: object = None) -> Response:
+    """The HTTP answer to an error, with its own body or another one."""
     return Response(
-        msgspec.json.encode(error.body()),
+        msgspec.json.encode(error.body() if body is None else body),
         status_code=error.status,
         media_type="application/json",
-        headers=headers.get(error.status),
+        headers=_HEADERS.get(error.status),
     )
 
 
@@ -85,7 +96,9 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(as_api_error(error))
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        return error_response(_internal(error))  # raised again by the framework, and logged by the HTTP server
+        response = error_response(_internal(error))  # the error is raised again, and logged by the HTTP server
+        response.headers["x-request-id"] = current_request_id()  # middleware does not see this answer
+        return response
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # logged by the HTTP server, read by nobody

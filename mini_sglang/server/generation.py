@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,7 +18,7 @@ from mini_sglang.messages import EngineInfo
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage, shorten
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
-from mini_sglang.server.protocol import Message, SamplingBody, TemplateBody
+from mini_sglang.server.protocol import JobBody, Message, TemplateBody
 
 Result = TypeVar("Result")
 
@@ -37,6 +37,7 @@ class Job:
     params: list[SamplingParams]  # one per choice
     cache_salt: str
     priority: int
+    is_only_echo: bool = False  # only the prompts are of interest: what is generated counts as nothing
 
     @property
     def num_choices(self) -> int:
@@ -44,6 +45,15 @@ class Job:
 
     def prompt_of(self, choice: int) -> list[int]:
         return self.prompts[choice // self.n]
+
+    def num_logprobs(self, choice: int, num_tokens: int, with_prompt: bool = True) -> int:
+        """Log-probabilities, alternatives included, of `num_tokens` tokens of a choice and of its prompt."""
+        params, count = self.params[choice], 0
+        if params.logprobs is not None:
+            count += num_tokens * (1 + params.logprobs)
+        if params.prompt_logprobs is not None and with_prompt:
+            count += len(self.prompt_of(choice)) * (1 + params.prompt_logprobs)
+        return count
 
     def request_id(self, choice: int) -> str:
         """The engine's id of a choice: the job's own if there is only one."""
@@ -55,14 +65,15 @@ def make_job(
     job_id: str,
     prompts: list[list[int]],
     params: SamplingParams,
-    body: SamplingBody,
+    body: JobBody,
     n: int = 1,
     *,
     field: str = "prompt",
+    is_only_echo: bool = False,
 ) -> Job:
     """Check parameters and prompts, which the body's `field` gave, against the engine's limits.
 
-    Raises ApiError 400, or 503 when too many requests wait.
+    Raises ApiError 400.
     """
     info = context.engine.info
     num_choices = len(prompts) * n
@@ -72,14 +83,11 @@ def make_job(
             check_prompt(prompt_ids, info, field)
     except ValueError as error:
         raise invalid(error) from None
-    limit = info.max_running_requests + context.config.max_waiting_requests
-    if context.engine.num_requests + num_choices > limit:
-        raise ApiError(503, f"the server is full: it takes at most {limit} requests at once", code="overloaded")
     choice_params = [
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
         for choice in range(num_choices)
     ]
-    return Job(job_id, prompts, n, choice_params, body.cache_salt or "", body.priority)
+    return Job(job_id, prompts, n, choice_params, body.cache_salt or "", body.priority, is_only_echo)
 
 
 def check_prompt(prompt_ids: list[int], info: EngineInfo, field: str) -> None:
@@ -133,18 +141,23 @@ def _params_of_choice(params: SamplingParams, choice: int, room: int, vocab_size
 
 
 async def encode_prompts(
-    context: ServerContext, prompts: Sequence[str | list[int]], *, n: int = 1, add_special_tokens: bool = True
+    context: ServerContext,
+    prompts: Sequence[str | list[int]],
+    *,
+    n: int = 1,
+    add_special_tokens: bool = True,
+    field: str = "prompt",
 ) -> list[list[int]]:
-    """Token ids of each prompt; those given as ids stay as they are.
+    """Token ids of each prompt, which the body's `field` gave; those given as ids stay as they are.
 
     Raises ApiError 400 for more prompts, each with `n` choices, or longer texts than can be served.
     """
     if len(prompts) * n > MAX_CHOICES_PER_REQUEST:
-        message = f"prompt and n ask for {len(prompts) * n} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
-        raise ApiError(400, message, param="prompt", code="invalid_value")
+        message = f"{field} and n ask for {len(prompts) * n} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
+        raise ApiError(400, message, param=field, code="invalid_value")
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text_length(context, [prompt], "prompt")
+            _check_text_length(context, [prompt], field)
 
     def encode() -> list[list[int]]:
         return [
@@ -156,20 +169,25 @@ async def encode_prompts(
 
 
 async def encode_messages(context: ServerContext, messages: list[Message], body: TemplateBody) -> list[int]:
-    """Token ids of a conversation, as the model's chat template writes it. Raises ApiError 400 if it refuses."""
-    contents = [message.content for message in messages]
-    _check_text_length(context, contents, "messages", at_least=len(messages))
-    render = functools.partial(
-        context.tokenizer.apply_chat_template,
-        [message.for_template() for message in messages],
-        continue_final_message=body.continue_final_message,
-        add_generation_prompt=body.adds_generation_prompt,
-        **body.template_arguments,
-    )
+    """Token ids of a conversation with tools, as the chat template writes it. Raises ApiError 400 if it refuses."""
+
+    def encode() -> list[int]:
+        # of earlier answers, templates may leave out thoughts
+        texts = [message.content or "" for message in messages if message.role != "assistant"]
+        texts += [str(tool.for_template()) for tool in body.offered_tools]
+        _check_text_length(context, texts, "messages", at_least=len(messages))
+        return context.dialect.render(messages, body)
+
+    size = len(messages) * _MESSAGE_CHARACTERS
     try:
-        return await off_loop(sum(len(content) + _MESSAGE_CHARACTERS for content in contents), render)
+        if size <= _INLINE_CHARACTERS:
+            size += sum(message.num_characters for message in messages)
+            size += sum(tool.num_characters for tool in body.offered_tools)
+        return await off_loop(size, encode)
     except ValueError as error:
         raise invalid(error) from None
+    except RecursionError:
+        raise invalid(ValueError("messages or tools are nested too deeply")) from None
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
@@ -180,8 +198,8 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
 async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Run all choices at once; yields (choice, output) as they come. Leaving the iterator aborts what still runs.
 
-    Raises ApiError: 400 if the engine refuses a choice or another job has the id, 500 if a choice fails;
-    EngineDeadError if the engine ends.
+    Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
+    a choice fails; EngineDeadError if the engine ends.
     """
     with _registered(context, job):
         if job.num_choices == 1:
@@ -196,9 +214,15 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
 
 @contextlib.contextmanager
 def _registered(context: ServerContext, job: Job) -> Iterator[None]:
-    """While a job runs, its engine requests are found by its id. Raises ApiError 400 if the id is taken."""
+    """While a job runs, its engine requests are counted, and found by its id.
+
+    Raises ApiError 400 if the id is taken, 429 if the queue has no room.
+    """
     if job.id in context.jobs or job.id in context.engine.request_ids:
         raise ApiError(400, f"request_id {shorten(job.id)} is in use by a request under way", param="request_id")
+    limit = context.engine.info.max_running_requests + context.config.max_waiting_requests
+    if sum(map(len, context.jobs.values())) + job.num_choices > limit:
+        raise ApiError(429, f"the queue is full: the server takes at most {limit} requests at once", code="queue_full")
     context.jobs[job.id] = [job.request_id(choice) for choice in range(job.num_choices)]
     try:
         yield
@@ -246,10 +270,26 @@ async def _run_choice(context: ServerContext, job: Job, choice: int) -> AsyncGen
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
-                    raise ApiError(500, output.error or "the engine could not go on with this request")
-                yield output
+                    message = output.error or "the engine could not go on with this request"
+                    raise ApiError(400 if output.error_param else 500, message, param=output.error_param)
+                yield _without_answer(output) if job.is_only_echo else output
     except ValueError as error:
         raise invalid(error) from error
+
+
+def _without_answer(output: RequestOutput) -> RequestOutput:
+    """The output of a request for its prompt alone, which ended before anything was generated."""
+    usage = msgspec.structs.replace(output.usage, completion_tokens=0)
+    reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
+    return dataclasses.replace(
+        output,
+        usage=usage,
+        text_delta="",
+        num_new_tokens=0,
+        num_text_pieces=0,
+        finish_reason=reason,
+        stop_reason=None,
+    )
 
 
 async def collect(context: ServerContext, job: Job) -> list[RequestOutput]:

@@ -14,13 +14,15 @@ import mini_sglang
 from mini_sglang.async_engine import EngineDeadError
 from mini_sglang.request import RequestOutput, TokenLogprobs, shorten
 from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.server import sglang_routes
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError, invalid
 from mini_sglang.server.generation import Job, collect, encode_messages, encode_prompts, make_job, off_loop, run_job
 from mini_sglang.server.metrics import CONTENT_TYPE
 from mini_sglang.server.openai_format import Json, finite, usage_json
 from mini_sglang.server.protocol import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody, parse_prompt
-from mini_sglang.server.request_body import read_body, takes
+from mini_sglang.server.request_body import check_body, read_body, read_object, takes
+from mini_sglang.server.sglang_protocol import NATIVE_FIELDS, SglangBody
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 Answer = TypeVar("Answer")
@@ -29,11 +31,17 @@ router = APIRouter(tags=["mini-sglang"])
 open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
 
 
-@router.post("/generate", openapi_extra=takes(GenerateBody))
+@router.post("/generate", openapi_extra=takes(GenerateBody, SglangBody))
 async def generate(request: Request) -> Response:
-    """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new."""
+    """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new.
+
+    A body with `text`, `input_ids` or `sampling_params` is SGLang's, and answered as SGLang does.
+    """
     context = context_of(request)
-    body = await read_body(request, GenerateBody)
+    fields = await read_object(request)
+    if not NATIVE_FIELDS.isdisjoint(fields):
+        return await sglang_routes.generate(request, check_body(fields, SglangBody))
+    body = check_body(fields, GenerateBody)
     try:
         params, prompt = body.sampling_params(), parse_prompt(body.prompt)
     except ValueError as error:
@@ -132,14 +140,17 @@ async def abort(request: Request) -> Json:
 
 
 @router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)  # SGLang's older name
 async def server_info(request: Request) -> Response:
     """What is served, how it was set up, and where the engine stands."""
     context = context_of(request)
+    stats = await _ask_engine(context.engine.stats())
     answer = {
         "version": mini_sglang.__version__,
         "model": context.model_name,
         "engine": context.engine.info,
-        "stats": await _ask_engine(context.engine.stats()),
+        "stats": stats,
+        "internal_states": [stats],  # where SGLang's load generator looks
         "max_waiting_requests": context.config.max_waiting_requests,
         "max_body_bytes": context.config.max_body_bytes,
     }

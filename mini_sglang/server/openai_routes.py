@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -10,7 +11,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from mini_sglang.request import RequestOutput
+from mini_sglang.request import RequestOutput, Usage
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import invalid
 from mini_sglang.server.generation import (
@@ -19,10 +20,11 @@ from mini_sglang.server.generation import (
     encode_messages,
     encode_prompts,
     make_job,
+    off_loop,
     run_job,
     total_usage,
 )
-from mini_sglang.server.openai_format import AnswerFormat, ChatFormat, CompletionFormat, Envelope, Json
+from mini_sglang.server.openai_format import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope, Json
 from mini_sglang.server.protocol import ChatBody, CompletionBody, OpenAIBody, parse_prompts
 from mini_sglang.server.request_body import read_body, takes
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
@@ -41,9 +43,10 @@ async def chat_completions(request: Request) -> Response:
     except ValueError as error:
         raise invalid(error) from None
     prompt_ids = await encode_messages(context, body.messages, body)
+    plan = context.dialect.plan(body, body.messages, prompt_ids)
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job = make_job(context, job_id, [prompt_ids], params, body, body.num_choices, field="messages")
-    return await _answer(request, context, body, job, ChatFormat(context.tokenizer))
+    job = make_job(context, job_id, [prompt_ids], plan.constrain(params), body, body.num_choices, field="messages")
+    return await _answer(request, context, body, job, ChatFormat(context.tokenizer, plan))
 
 
 @router.post("/completions", openapi_extra=takes(CompletionBody))
@@ -57,27 +60,40 @@ async def completions(request: Request) -> Response:
     except ValueError as error:
         raise invalid(error) from None
     prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
-    job = make_job(context, f"cmpl-{uuid.uuid4().hex}", prompt_ids, params, body, body.num_choices)
-    return await _answer(request, context, body, job, CompletionFormat(context.tokenizer))
+    job = make_job(
+        context,
+        f"cmpl-{uuid.uuid4().hex}",
+        prompt_ids,
+        params,
+        body,
+        body.num_choices,
+        is_only_echo=body.is_only_echo,
+    )
+    echoes = [
+        EchoedPrompt(prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt, False), token_ids)
+        for prompt, token_ids in zip(prompts, prompt_ids, strict=True)
+        if body.echo
+    ]
+    return await _answer(request, context, body, job, CompletionFormat(context.tokenizer, echoes, job.n))
 
 
 @router.get("/models")
 async def models(request: Request) -> Json:
-    """The one model that is served."""
-    return {"object": "list", "data": [_model_card(context_of(request))]}
+    """The names of the one model that is served."""
+    context = context_of(request)
+    return {"object": "list", "data": [_model_card(context, name) for name in context.model_names]}
 
 
 @router.get("/models/{name:path}")
 async def model(request: Request, name: str) -> Json:
     """The served model, or 404."""
     context = context_of(request)
-    context.check_model(name)
-    return _model_card(context)
+    return _model_card(context, context.check_model(name))
 
 
-def _model_card(context: ServerContext) -> Json:
+def _model_card(context: ServerContext, name: str) -> Json:
     return {
-        "id": context.model_name,
+        "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "mini-sglang",
@@ -89,17 +105,22 @@ def _model_card(context: ServerContext) -> Json:
 async def _answer(
     request: Request, context: ServerContext, body: OpenAIBody, job: Job, answer_format: AnswerFormat
 ) -> Response:
-    envelope = Envelope(job.id, int(time.time()), context.model_name)
+    envelope = Envelope(job.id, int(time.time()), context.check_model(body.model))
     if body.stream:
-        return EventStream(_events(context, job, envelope, answer_format, body.include_usage))
+        return EventStream(_events(context, job, envelope, answer_format, body))
     outputs = await while_connected(request.receive, collect(context, job))
-    choices = [answer_format.whole(index, output) for index, output in enumerate(outputs)]
-    whole = envelope.wrap(answer_format.whole_kind, choices, total_usage(job, outputs))
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+
+    def whole() -> bytes:
+        choices = [answer_format.whole(index, output) for index, output in enumerate(outputs)]
+        usage = _usage(job, outputs, answer_format)
+        return msgspec.json.encode(envelope.wrap(answer_format.whole_kind, choices, usage))
+
+    num_logprobs = sum(job.num_logprobs(index, output.usage.completion_tokens) for index, output in enumerate(outputs))
+    return Response(await off_loop(num_logprobs, whole), media_type="application/json")
 
 
 async def _events(
-    context: ServerContext, job: Job, envelope: Envelope, answer_format: AnswerFormat, include_usage: bool
+    context: ServerContext, job: Job, envelope: Envelope, answer_format: AnswerFormat, body: OpenAIBody
 ) -> AsyncGenerator[bytes, None]:
     """One chunk per engine output, then the usage if it was asked for."""
     kind = answer_format.chunk_kind
@@ -108,9 +129,23 @@ async def _events(
         async for index, output in outputs:
             if index not in latest and (opening := answer_format.opening(index)) is not None:
                 yield event(envelope.wrap(kind, [opening]))
+            num_logprobs = job.num_logprobs(index, output.num_new_tokens, with_prompt=index not in latest)
             latest[index] = output
-            yield event(envelope.wrap(kind, [answer_format.delta(index, output)]))
-    if include_usage:
-        usage = total_usage(job, [latest[index] for index in range(job.num_choices)])
+            delta = await off_loop(num_logprobs, functools.partial(answer_format.delta, index, output))
+            if delta is None:
+                continue
+            usage = None
+            if body.continuous_usage:
+                tokens = answer_format.reasoning_tokens(index, output)
+                usage = msgspec.structs.replace(output.usage, reasoning_tokens=tokens)
+            yield event(envelope.wrap(kind, [delta], usage))
+    if body.include_usage:
+        usage = _usage(job, [latest[index] for index in range(job.num_choices)], answer_format)
         yield event(envelope.wrap(kind, [], usage))
     yield DONE
+
+
+def _usage(job: Job, outputs: list[RequestOutput], answer_format: AnswerFormat) -> Usage:
+    """Of the whole answer, which has been made."""
+    tokens = sum(answer_format.reasoning_tokens(index, output) for index, output in enumerate(outputs))
+    return msgspec.structs.replace(total_usage(job, outputs), reasoning_tokens=tokens)

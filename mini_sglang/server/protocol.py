@@ -6,12 +6,15 @@ this server does not is accepted only with the value that switches it off; every
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from mini_sglang.request import (
+    MAX_GRAMMAR_CHOICES,
+    MAX_GRAMMAR_LENGTH,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
@@ -22,6 +25,7 @@ from mini_sglang.request import (
 
 MAX_CHOICES = 128  # of `n`, as OpenAI
 MAX_MESSAGES = 100_000  # and parts of one message
+MAX_TOOLS = 128  # as OpenAI
 MAX_TOKEN_IDS = 1_000_000  # of one list; models have smaller contexts and vocabularies
 MAX_LABELS = 16  # of `metadata`, as OpenAI
 MAX_TEMPLATE_BYTES = 1 << 16  # of `chat_template_kwargs`, as JSON
@@ -30,7 +34,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # /v1/completions, as OpenAI
 DEFAULT_GENERATE_TOKENS = 64  # /generate
 
 
-def _must_be_off(*allowed: JsonValue) -> BeforeValidator:
+def must_be_off(*allowed: JsonValue) -> BeforeValidator:
     """Accept a field that is not supported only with a value that asks for nothing."""
 
     def check(value: JsonValue) -> JsonValue:
@@ -41,7 +45,7 @@ def _must_be_off(*allowed: JsonValue) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _at_most(limit: int) -> BeforeValidator:
+def at_most(limit: int) -> BeforeValidator:
     """Refuse a longer list or object before anything looks at its entries."""
 
     def check(value: Any) -> Any:
@@ -80,15 +84,18 @@ def _join_text_parts(content: Any) -> Any:
     return "".join(texts)
 
 
-Off = Annotated[None, _must_be_off()]
-OffIfFalse = Annotated[None, _must_be_off(False)]
-OffIfEmpty = Annotated[None, _must_be_off([])]
+Off = Annotated[None, must_be_off()]
+OffIfFalse = Annotated[None, must_be_off(False)]
+OffIfEmpty = Annotated[None, must_be_off([])]
 FAIL_FAST = Field(fail_fast=True)  # one wrong entry is enough, where pydantic would describe them all
-StopStrings = Annotated[list[str], FAIL_FAST, _at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list)]
-StopTokenIds = Annotated[list[int], FAIL_FAST, _at_most(MAX_STOP_TOKEN_IDS)]
-TokenIds = Annotated[list[int], FAIL_FAST, _at_most(MAX_TOKEN_IDS)]
-LogitBias = Annotated[dict[str, float], _at_most(MAX_LOGIT_BIASES)]
-Labels = Annotated[dict[str, str], _at_most(MAX_LABELS)]
+StopStrings = Annotated[list[str], FAIL_FAST, at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list)]
+StopTokenIds = Annotated[list[int], FAIL_FAST, at_most(MAX_STOP_TOKEN_IDS)]
+TokenIds = Annotated[list[int], FAIL_FAST, at_most(MAX_TOKEN_IDS)]
+LogitBias = Annotated[dict[str, float], at_most(MAX_LOGIT_BIASES)]
+Labels = Annotated[dict[str, str], at_most(MAX_LABELS)]
+JsonObject = dict[str, Any]  # what was read from JSON needs no second look
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
+GrammarChoices = Annotated[list[str], FAIL_FAST, at_most(MAX_GRAMMAR_CHOICES)]
 TemplateArguments = Annotated[dict[str, JsonValue], BeforeValidator(_check_template_size)]
 Content = Annotated[str, BeforeValidator(_join_text_parts)]
 
@@ -97,10 +104,20 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class SamplingBody(Body):
-    """What every route that generates takes. Names are those of `SamplingParams`."""
+class JobBody(Body):
+    """What every route that generates takes beside the sampling parameters."""
+
+    stream: bool | None = None
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)  # smaller runs first under `--schedule priority`
+    # Requests share cached prefixes only with equal salts.
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
+
+
+class SamplingBody(JobBody):
+    """The sampling parameters, under the names of `SamplingParams`."""
 
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -116,15 +133,42 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
+    # What the answer must look like: one of these, or response_format where there is one.
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    choice: GrammarChoices | None = None
 
-    stream: bool | None = None
-    priority: int = Field(default=0, ge=-(2**31), lt=2**31)  # smaller runs first under `--schedule priority`
-    # Requests share cached prefixes only with equal salts.
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
+
+class StructuredOutputs(Body):
+    """`structured_outputs`, vLLM's name for what an answer must look like."""
+
+    json_schema: JsonObject | GrammarText | None = Field(default=None, alias="json")  # or as JSON text
+    json_object: bool | None = None
+    regex: GrammarText | None = None
+    grammar: GrammarText | None = None
+    choice: GrammarChoices | None = None
+
+    def as_sampling(self) -> dict[str, Any]:
+        """The fields of SamplingParams that say the same. Raises ValueError."""
+        fields: dict[str, Any] = {"regex": self.regex, "ebnf": self.grammar, "choice": self.choice}
+        if self.json_object:
+            fields["response_format"] = {"type": "json_object"}
+        if self.json_schema is not None:
+            schema = self.json_schema
+            if isinstance(schema, str):
+                try:
+                    schema = msgspec.json.decode(schema)
+                except (msgspec.DecodeError, RecursionError) as error:
+                    raise ValueError(f"structured_outputs must hold a schema, or its text, as json: {error}") from None
+            if self.json_object:
+                raise ValueError("structured_outputs must not hold both json and json_object")
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
     include_obfuscation: OffIfFalse = None
 
 
@@ -133,6 +177,8 @@ class OpenAIBody(SamplingBody):
 
     model: str | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    response_format: JsonObject | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream_options: StreamOptions | None = None
     # Labels for OpenAI's bookkeeping, which change no answer.
     user: str | None = None
@@ -140,7 +186,7 @@ class OpenAIBody(SamplingBody):
     prompt_cache_key: str | None = None
     metadata: Labels | None = None
     store: OffIfFalse = None
-    service_tier: Annotated[None, _must_be_off("auto", "default")] = None
+    service_tier: Annotated[None, must_be_off("auto", "default")] = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -157,29 +203,125 @@ class OpenAIBody(SamplingBody):
         """Whether a stream ends with a chunk that carries the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far of its choice."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str | JsonObject = ""  # JSON text, or what it says
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: with the arguments as an object, unless they are none."""
+        arguments: Any = self.arguments or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+        return {"name": self.name, "arguments": arguments}
+
+
+class MessageCall(Body):
+    """A tool call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # streams number calls, and some clients send the number back
+
 
 class Message(Body):
     """One message of a conversation. `developer` is OpenAI's newer word for `system`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None  # only an assistant may have said nothing
     name: str | None = None
+    tool_calls: Annotated[list[MessageCall], FAIL_FAST, at_most(MAX_TOOLS)] | None = None  # of the assistant
+    tool_call_id: str | None = None  # the call that a tool answers
+    reasoning_content: str | None = None  # the assistant's thought; templates decide whether the model sees it again
+    reasoning: str | None = None  # another name of it
     # Clients send an earlier answer back with all its fields, those that held nothing included.
     refusal: Off = None
-    reasoning_content: Off = None
     audio: Off = None
     function_call: Off = None
-    tool_calls: OffIfEmpty = None
     annotations: OffIfEmpty = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"must have content, which only the role assistant may leave out, not {self.role}")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"must not have tool_calls, which only the role assistant may have, not {self.role}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        message["content"] = self.content or ""
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thought
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id or "", "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        return message
+
+    @property
+    def num_characters(self) -> int:
+        """About how long the message is in a prompt."""
+        texts = [self.content or "", self.reasoning_content or ""]
+        texts += [str(call.function.arguments) for call in self.tool_calls or ()]
+        return sum(map(len, texts))
 
 
-Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST, _at_most(MAX_MESSAGES)]
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: JsonObject | None = None  # a JSON schema; none: there are no parameters
+    strict: bool | None = None  # calls are held to the schema by a grammar
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        function: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+    @property
+    def num_characters(self) -> int:
+        """About how long the tool is in a prompt."""
+        return len(msgspec.json.encode(self.for_template()))
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """A `tool_choice`: this function must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[Tool], FAIL_FAST, at_most(MAX_TOOLS)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST, at_most(MAX_MESSAGES)]
 
 
 class TemplateBody(Body):
@@ -188,15 +330,41 @@ class TemplateBody(Body):
     add_generation_prompt: bool | None = None  # None: unless the final message is continued
     continue_final_message: bool = False
     chat_template_kwargs: TemplateArguments | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # None: auto, if there are tools
+    parallel_tool_calls: bool | None = None  # False: one call at most
+    reasoning_effort: ReasoningEffort | None = None  # an argument of the template
 
     @model_validator(mode="after")
     def _one_way_to_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message cannot be combined with add_generation_prompt")
-        for name in self.template_arguments:
-            if name in ("messages", *TemplateBody.model_fields):
+        for name in self.chat_template_kwargs or ():
+            if name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
                 raise ValueError(f"chat_template_kwargs must not hold {name}")
         return self
+
+    @model_validator(mode="after")
+    def _chosen_tools_exist(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise ValueError(f"tools must have different names, got {twice} twice")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice required needs tools to choose from")
+        if self.named_tool is not None and self.named_tool not in names:
+            raise ValueError(f"tool_choice names {shorten(self.named_tool)}, which is not among the tools")
+        return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one function that must be called, if there is such a one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -205,7 +373,13 @@ class TemplateBody(Body):
 
     @property
     def template_arguments(self) -> dict[str, JsonValue]:
-        return self.chat_template_kwargs or {}
+        """What the template gets besides the messages and tools."""
+        arguments: dict[str, JsonValue] = {}
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            arguments["enable_thinking"] = False
+        return {**arguments, **(self.chat_template_kwargs or {})}
 
 
 class ChatBody(OpenAIBody, TemplateBody):
@@ -216,15 +390,10 @@ class ChatBody(OpenAIBody, TemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     # Not supported.
-    tools: OffIfEmpty = None
-    tool_choice: Annotated[None, _must_be_off("none", "auto")] = None
-    parallel_tool_calls: Annotated[None, _must_be_off(True, False)] = None
     functions: OffIfEmpty = None
-    function_call: Annotated[None, _must_be_off("none", "auto")] = None
-    response_format: Annotated[None, _must_be_off({"type": "text"})] = None
-    reasoning_effort: Off = None
+    function_call: Annotated[None, must_be_off("none", "auto")] = None
     verbosity: Off = None
-    modalities: Annotated[None, _must_be_off(["text"])] = None
+    modalities: Annotated[None, must_be_off(["text"])] = None
     audio: Off = None
     prediction: Off = None
     web_search_options: Off = None
@@ -247,9 +416,9 @@ class CompletionBody(OpenAIBody):
     prompt: Any
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
+    echo: bool | None = None  # the answer begins with the prompt; with logprobs, its log-probabilities too
     # Not supported.
-    echo: OffIfFalse = None
-    suffix: Annotated[None, _must_be_off("")] = None
+    suffix: Annotated[None, must_be_off("")] = None
 
     @model_validator(mode="after")
     def _no_best_of(self) -> Self:
@@ -259,8 +428,17 @@ class CompletionBody(OpenAIBody):
 
     def sampling_params(self) -> SamplingParams:
         """Raises ValueError, naming the field, if a value is out of range."""
-        limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return to_sampling_params(self, max_tokens=limit, logprobs=self.logprobs)
+        return to_sampling_params(
+            self,
+            max_tokens=1 if self.is_only_echo else _limit(self, DEFAULT_COMPLETION_TOKENS),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+    @property
+    def is_only_echo(self) -> bool:
+        """Whether nothing but the prompt is asked for: its one token is generated and left out."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 class GenerateBody(SamplingBody):
@@ -268,6 +446,7 @@ class GenerateBody(SamplingBody):
 
     prompt: Any
     rep_penalty: float | None = Field(default=None, gt=0, le=100)  # another name of repetition_penalty
+    response_format: JsonObject | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None  # to abort it by
 
@@ -279,7 +458,7 @@ class GenerateBody(SamplingBody):
 
     def sampling_params(self) -> SamplingParams:
         """Raises ValueError, naming the field, if a value is out of range."""
-        limit = DEFAULT_GENERATE_TOKENS if self.max_tokens is None else self.max_tokens
+        limit = _limit(self, DEFAULT_GENERATE_TOKENS)
         body = self if self.rep_penalty is None else self.model_copy(update={"repetition_penalty": self.rep_penalty})
         return to_sampling_params(body, max_tokens=limit, logprobs=self.logprobs)
 
@@ -316,6 +495,7 @@ class AbortBody(Body):
 ROUTE_BODIES = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
 
 _SAMPLING_FIELDS = (
+    "min_tokens",
     "temperature",
     "top_k",
     "top_p",
@@ -330,22 +510,41 @@ _SAMPLING_FIELDS = (
     "ignore_eos",
     "skip_special_tokens",
     "allowed_token_ids",
+    "regex",
+    "ebnf",
+    "choice",
 )
 
 
-def to_sampling_params(body: SamplingBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _limit(body: SamplingBody, default: int) -> int | None:
+    """`max_tokens`, `default` where it was left out; null, said in so many words, means up to the context."""
+    return body.max_tokens if "max_tokens" in body.model_fields_set else default
+
+
+def to_sampling_params(
+    body: SamplingBody, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
     """The sampling parameters that a body asks for; what it leaves out keeps the engine's default.
 
     Raises ValueError, naming the field, if a value is out of range.
     """
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    bias = _parse_logit_bias(body.logit_bias or {})
-    params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=bias, **given)
+    if isinstance(body, (OpenAIBody, GenerateBody)) and body.response_format is not None:
+        given["response_format"] = body.response_format
+    if isinstance(body, OpenAIBody) and body.structured_outputs is not None:
+        grammar = body.structured_outputs.as_sampling()
+        if both := given.keys() & grammar.keys():
+            raise ValueError(f"structured_outputs cannot be combined with {min(both)}")
+        given |= grammar
+    bias = parse_logit_bias(body.logit_bias or {})
+    params = SamplingParams(
+        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, logit_bias=bias, **given
+    )
     params.validate()
     return params
 
 
-def _parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
+def parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings; these must be token ids."""
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
@@ -353,28 +552,28 @@ def _parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def parse_prompts(value: Any) -> list[str | list[int]]:
-    """The prompts of a completions request, in order. Raises ValueError, naming `prompt`."""
+def parse_prompts(value: Any, field: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a completions request, in order. Raises ValueError, naming the field."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise ValueError(f"prompt must be a string or a list, got {type(value).__name__}")
+        raise ValueError(f"{field} must be a string or a list, got {type(value).__name__}")
     if not value:
-        raise ValueError("prompt must not be an empty list")
+        raise ValueError(f"{field} must not be an empty list")
     if isinstance(value[0], (str, list)):
-        return [parse_prompt(item) for item in value]
-    return [parse_prompt(value)]
+        return [parse_prompt(item, field) for item in value]
+    return [parse_prompt(value, field)]
 
 
-def parse_prompt(value: Any) -> str | list[int]:
-    """One prompt: text or token ids. Raises ValueError, naming `prompt`."""
+def parse_prompt(value: Any, field: str = "prompt") -> str | list[int]:
+    """One prompt: text or token ids. Raises ValueError, naming the field."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError(f"prompt must be a string or a list of token ids, got {type(value).__name__}")
+        raise ValueError(f"{field} must be a string or a list of token ids, got {type(value).__name__}")
     if len(value) > MAX_TOKEN_IDS:
-        raise ValueError(f"prompt may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
+        raise ValueError(f"{field} may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
     for item in value:
         if type(item) is not int:
-            raise ValueError(f"prompt must hold token ids only, got {shorten(item)} among them")
+            raise ValueError(f"{field} must hold token ids only, got {shorten(item)} among them")
     return value

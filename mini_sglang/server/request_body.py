@@ -5,16 +5,16 @@ Whatever is wrong becomes an ApiError that names the field. Knows the bodies' mo
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from mini_sglang.request import shorten
@@ -23,24 +23,29 @@ from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 
 Body = TypeVar("Body", bound=BaseModel)
 
+_INLINE_BYTES = 1 << 14  # bodies up to here are checked faster than a thread is reached
 _MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
-_SCHEMA_REF = "#/components/schemas/{model}"
+SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads its body with `read_body`."""
-    schema = {"$ref": _SCHEMA_REF.format(model=model.__name__)}
+def takes(*models: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads its body as one of these."""
+    schemas = [{"$ref": SCHEMA_REF.format(model=model.__name__)} for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def describe_bodies(openapi: dict[str, Any], models: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """An OpenAPI document with the schemas that `takes` refers to."""
-    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_SCHEMA_REF)
-    return {**openapi, "components": {"schemas": schemas["$defs"]}}
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:
     """The request's body as `model`. Raises ApiError 400, 413, 415, or 503 if the server stops meanwhile."""
+    value = await read_object(request)
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) <= _INLINE_BYTES:
+        return check_body(value, model)
+    return await asyncio.to_thread(check_body, value, model)  # which may take a second, in which streams go on
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The request's body as a JSON object whose fields nobody has looked at. Raises what `read_body` does."""
     context = context_of(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -48,14 +53,19 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         raise ApiError(415, f"content-type must be application/json, got {shorten(media_type)}", param="content-type")
     async with context.unless_stopping():
         data = await _read_bytes(request, context.config.max_body_bytes)
-    return parse_body(data, model)
+    return decode_object(data)
 
 
-def parse_body(data: bytes, model: type[Body]) -> Body:
-    """Decode and check a JSON body. Raises ApiError 400."""
+def decode_object(data: bytes) -> dict[str, Any]:
+    """Decode a JSON body that must be an object. Raises ApiError 400."""
     value = _decode(data)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {shorten(value)}", code="invalid_json")
+    return value
+
+
+def check_body(value: dict[str, Any], model: type[Body]) -> Body:
+    """A JSON object as `model`. Raises ApiError 400."""
     for name in value:
         if name not in model.model_fields:
             message = f"{_cut(name)} is not supported by this route"
@@ -148,6 +158,11 @@ def _describe(error: ValidationError) -> ApiError:
     else:
         text = f"{path}: {message[0].lower()}{message[1:]}, got {shorten(first['input'])}"
     return ApiError(400, text, param=str(first["loc"][0]), code="invalid_value")
+
+
+def invalid_body(error: ValueError) -> ApiError:
+    """The 400 for what a body raises when it is turned into something else."""
+    return _describe(error) if isinstance(error, ValidationError) else invalid(error)
 
 
 def _cut(name: str, length: int = 80) -> str:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
 import socket
+import ssl
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,6 +27,7 @@ from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.server.app import create_app
 from mini_sglang.server.bounded_http import BoundedHttp
 from mini_sglang.server.context import ServerContext
+from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.weights.hub import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -36,9 +40,13 @@ ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit status. Blocks; must run in the main thread, for the signals.
 
-    Raises OSError if the address is taken; ValueError or OSError if the model's name leads nowhere.
+    Raises OSError if the address is taken; ValueError or OSError if the certificate does not fit its key or the model's
+    name leads nowhere.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.addFilter(RequestIdFilter())
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler])
+    _check_certificate(server_config)
     with _bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
         # Fetched here, not in the event loop: Ctrl-C still stops a long download.
         resolve_model(engine_config.model, source=engine_config.model_source, revision=engine_config.revision)
@@ -121,11 +129,15 @@ class _Server(uvicorn.Server):
                 http=BoundedHttp,
                 lifespan="off",
                 log_config=None,
+                access_log=False,  # the app has its own, with the time that an answer took
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
                 timeout_graceful_shutdown=timeout,
             )
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
-        self._greeting = f"Serving {engine.info.model} at http://{host}:{listener.getsockname()[1]}"
+        scheme = "http" if config.ssl_certfile is None else "https"
+        self._greeting = f"Serving {engine.info.model} at {scheme}://{host}:{listener.getsockname()[1]}"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -133,7 +145,23 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.freeze()  # what lives as long as the server: full collections, which halt every stream, pass over it
         print(self._greeting, flush=True)
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    """Find out before a model is loaded whether the files will do. Raises ValueError or OSError."""
+    if config.ssl_certfile is None:
+        return
+    for name in filter(None, (config.ssl_certfile, config.ssl_keyfile)):
+        Path(name).open("rb").close()  # an error with the file's name, which ssl leaves out
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")  # ask nobody for a password
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"ssl_certfile and ssl_keyfile must be a PEM certificate and its key without a password: {error}"
+        ) from error
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mini_sglang.server.errors import ClientDisconnected, as_api_error
+from mini_sglang.server.errors import ApiError, ClientDisconnected, as_api_error
 
 Result = TypeVar("Result")
 
@@ -27,6 +27,16 @@ _encode_json = msgspec.json.Encoder().encode
 def event(value: Any) -> bytes:
     """One event with a JSON value."""
     return b"data: " + _encode_json(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """One event with a JSON object, under the name that is its `type`."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + event(value)
+
+
+def error_event(error: ApiError) -> bytes:
+    """What goes wrong in the middle of a stream, in OpenAI's shape."""
+    return event(error.body())
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -53,12 +63,18 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response made of the events that a generator yields; the generator is closed when the client leaves."""
+    """A response made of the events that a generator yields; the generator is closed when the client leaves.
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    `describe` makes the last event of a stream that fails.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], describe: Callable[[ApiError], bytes] = error_event
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
+        self._describe = describe
         self._started = False
         self.init_headers(
             {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -82,6 +98,6 @@ class EventStream(Response):
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:  # the status has been sent: say it in the stream
-                body = event(as_api_error(error).body())
+                body = self._describe(as_api_error(error))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -28,8 +28,8 @@ PARAMS = [
     SamplingParams(temperature=0),
     SamplingParams(top_k=20, top_p=0.9),
     SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, min_p=0.01),
-    SamplingParams(logit_bias={3: 4.0}, presence_penalty=2.0),
-    SamplingParams(temperature=0.8, logprobs=2),
+    SamplingParams(logit_bias={3: 4.0}, presence_penalty=2.0, min_tokens=4),
+    SamplingParams(temperature=0.8, logprobs=2, prompt_logprobs=1),
 ]
 
 
@@ -68,7 +68,7 @@ def prompts() -> ScheduledBatch:
         decodes=NO_DECODES,
         chunks=[Row(slot, 0, len(prompt), True) for slot, prompt in zip(slots, PROMPTS, strict=True)],
         new_rows=[
-            NewRow(slot, prompt, len(prompt), params, seed=7 * slot)
+            NewRow(slot, prompt, len(prompt), params, seed=7 * slot, end_token_ids=[3])
             for slot, prompt, params in zip(slots, PROMPTS, PARAMS, strict=True)
         ],
         new_pages=[
@@ -94,6 +94,12 @@ def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runne
         assert [row is None for row in got.logprobs] == [True, True, True, True, False]
         assert got.logprobs[4].token_ids == want.logprobs[4].token_ids
         assert got.logprobs[4].logprobs == pytest.approx(want.logprobs[4].logprobs, abs=1e-5)
+        assert got.token_ids[3] != 3 or batch.step > 4  # which its bias would draw
+        if batch.chunks:
+            [entry], [expected] = got.prompt_logprobs[1], want.prompt_logprobs[1]
+            assert entry.token_ids == expected.token_ids
+            assert entry.token_ids[0] == PROMPTS[4][1]
+            assert entry.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: Any) -> None:

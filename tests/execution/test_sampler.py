@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
 
@@ -135,6 +137,22 @@ def test_logit_bias_and_allowed_tokens_come_first() -> None:
     assert set(draws(logits, params, 200)) <= {11, 12}
 
 
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9)])
+def test_a_mask_leaves_one_row_its_tokens_and_the_others_theirs(params: SamplingParams) -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    masked = msgspec.structs.replace(params, regex="a")
+    mask = sum(1 << token_id for token_id in (0, 9, VOCAB - 1)).to_bytes(VOCAB // 8 + 8, "little")
+    free = sample(logits, batch([params, params], [3, 3]))
+    seen = set()
+    for position in range(1, 40):
+        both = sample(logits, dataclasses.replace(batch([masked, params], [3, 3], [position, 1]), masks={0: mask}))
+        assert both[1] == free[1]
+        seen.add(int(both[0]))
+    best = max((0, 9, VOCAB - 1), key=logits[0].tolist().__getitem__)
+    assert seen == {best} if params.temperature == 0 else best in seen
+    assert seen <= {0, 9, VOCAB - 1}
+
+
 def test_repetition_penalty_weakens_prompt_and_output_tokens() -> None:
     logits = torch.tensor([[2.0, -1.0, 1.5, -1.5]])
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
@@ -201,3 +219,11 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should_be() -> None:
     logits = torch.cat((torch.tensor([0.99]), torch.full((999,), 0.01 / 999))).log().unsqueeze(0)
     counts = draws(logits, SamplingParams(), 50_000)
     assert 1 - counts[0] / 50_000 == pytest.approx(0.01, abs=0.002)
+
+
+def test_tokens_held_back_are_not_drawn_unless_nothing_else_may_be() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0]]).repeat(3, 1)
+    held = SamplingParams(temperature=0, min_tokens=1)
+    only = SamplingParams(temperature=0, min_tokens=1, allowed_token_ids=[1])
+    rows = dataclasses.replace(batch([held, held, only]), held_back={0: [1, 2], 2: [1]})
+    assert sample(logits, rows).tolist() == [0, 1, 1]

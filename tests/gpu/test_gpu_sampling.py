@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from mini_sglang.request import SamplingParams
 
@@ -26,6 +27,10 @@ KINDS: list[dict[str, Any]] = [
     {"allowed_token_ids": [10, 20, 30, 40]},
     {"logprobs": 3},
     {"logprobs": 0, "top_k": 7, "frequency_penalty": 1.0},
+    {"prompt_logprobs": 2, "top_k": 30},
+    {"regex": "[0-9]{30}"},
+    {"regex": "[a-z ]{30}", "top_p": 0.9, "logprobs": 1},
+    {"min_tokens": 10, "stop_token_ids": list(range(160)), "temperature": 2.0},
 ]
 
 
@@ -83,3 +88,19 @@ def test_a_plain_row_keeps_its_graph_text_when_filtered_rows_join_and_leave(
     with on_gpu(tiny_model.path) as engine:
         by_itself = tokens(run_requests(engine, [prompt], [plain]))[0]
         assert tokens(run_requests(engine, [prompt, *others], [plain, *filtered], arrivals=1))[0] == by_itself
+
+
+def test_prompt_log_probabilities_are_transformers_beside_rows_of_a_graph(
+    tiny_model: Any, on_gpu: Any, run_requests: Any, mode: dict[str, Any]
+) -> None:
+    prompts, params = requests()
+    index = KINDS.index({"prompt_logprobs": 2, "top_k": 30})
+    with torch.inference_mode():
+        expected = tiny_model.model(torch.tensor([prompts[index]])).logits[0].log_softmax(-1)
+    with on_gpu(tiny_model.path, **mode) as engine:
+        for _ in range(2):  # the second time the prompt is in the prefix cache
+            outputs = run_requests(engine, prompts, params, arrivals=2)[index]
+            entries = outputs[0].prompt_logprobs
+            assert [entry.token_ids[0] for entry in entries] == prompts[index][1:]
+            own = [float(expected[position, token]) for position, token in enumerate(prompts[index][1:])]
+            assert [entry.logprobs[0] for entry in entries] == pytest.approx(own, abs=1e-2)

@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache=st.sampled_from(["radix", "radix", "radix", "naive"]),
         schedule=st.sampled_from(["fcfs", "lpm", "priority"]),
         expected_output=st.sampled_from([0.0, 0.0, 128.0]),  # 0: admits so boldly that many are preempted
+        mask_delay=st.integers(0, 2),
     )
     def start(
         self,
@@ -47,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache: str,
         schedule: str,
         expected_output: float,
+        mask_delay: int,
     ) -> None:
         self.simulation = Simulation(
             EngineConfig(
@@ -58,7 +60,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache=cache,  # type: ignore[arg-type]
                 schedule=schedule,  # type: ignore[arg-type]
                 run_ahead=run_ahead,
-            )
+            ),
+            mask_delay=mask_delay,
         )
         self.simulation.scheduler.expected_output = expected_output
         self.context_length = context_length
@@ -71,7 +74,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sampled_from([frozenset(), frozenset(), frozenset([2])]),
         salt=st.sampled_from([0, 0, 0, 1]),
         priority=st.integers(0, 2),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
         copies=st.sampled_from([1, 1, 1, 4]),
+        regex=st.sampled_from([None, None, "a*"]),  # some requests have a grammar
     )
     def add(
         self,
@@ -80,13 +85,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos: frozenset[int],
         salt: int,
         priority: int,
+        prompt_logprobs: int | None,
         copies: int,
+        regex: str | None,
     ) -> None:
         for _ in range(copies):
             request = Request(
                 request_id=str(len(self.simulation.requests)),
                 prompt_ids=prompt,
-                params=SamplingParams(max_tokens=max_tokens),
+                params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, regex=regex),
                 eos_token_ids=eos,
                 cache_salt=str(salt),
                 seed=salt,

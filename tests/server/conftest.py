@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -75,10 +78,6 @@ class ScriptedEngine:
     def request_ids(self) -> list[str]:
         return list(self.running)
 
-    @property
-    def num_requests(self) -> int:
-        return len(self.running)
-
     async def generate(
         self,
         prompt_ids: list[int],
@@ -99,7 +98,7 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
                 if count == self.pause_after:
                     await aborted.wait()
-                output = processor.push(self._token(request_id, count, params))
+                output = processor.push(self._token(request_id, count, params, prompt_ids))
                 finished = output.finished
                 yield output
                 if finished:
@@ -109,14 +108,16 @@ class ScriptedEngine:
             if not finished:
                 self.left_early.append(request_id)
 
-    def _token(self, request_id: str, count: int, params: SamplingParams) -> TokenOutput:
+    def _token(self, request_id: str, count: int, params: SamplingParams, prompt_ids: list[int]) -> TokenOutput:
         if count == self.pause_after:  # and aborted
             return TokenOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
         if count == self.fail_after:
             error = "the step failed"
             return TokenOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=error)
         token_id = self.tokens[count % len(self.tokens)]
-        reason = None
+        reason, prompt_logprobs = None, None
+        if params.prompt_logprobs is not None and count == 0:
+            prompt_logprobs = [scripted_logprobs(token, params.prompt_logprobs) for token in prompt_ids[1:]]
         if token_id == self.eos and not params.ignore_eos:
             reason = FinishReason.STOP
         elif count + 1 == params.max_tokens:
@@ -125,6 +126,7 @@ class ScriptedEngine:
             request_id=request_id,
             token_ids=[token_id],
             logprobs=None if params.logprobs is None else [scripted_logprobs(token_id, params.logprobs)],
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token_id=token_id if reason is FinishReason.STOP else None,
         )
@@ -163,18 +165,61 @@ def engine(builtin_tokenizer: Tokenizer) -> ScriptedEngine:
 
 @pytest.fixture
 def make_app(engine: ScriptedEngine, builtin_tokenizer: Tokenizer) -> Callable[..., FastAPI]:
-    """`make_app(**fields of ServerConfig)`."""
+    """`make_app(**fields of ServerConfig)`, or with another `tokenizer`."""
 
-    def make(**fields: Any) -> FastAPI:
-        return create_app(engine, builtin_tokenizer, ServerConfig(**fields))
+    def make(tokenizer: Tokenizer = builtin_tokenizer, **fields: Any) -> FastAPI:
+        return create_app(engine, tokenizer, ServerConfig(**fields))
 
     return make
+
+
+@pytest.fixture
+def with_template(builtin_tokenizer: Tokenizer) -> Callable[[str], Tokenizer]:
+    """`with_template(source)` → the built-in model's tokenizer with another chat template."""
+
+    def make(source: str) -> Tokenizer:
+        library_tokenizer = copy.copy(builtin_tokenizer._tokenizer)
+        library_tokenizer.chat_template = source
+        return Tokenizer(library_tokenizer, builtin_tokenizer.eos_token_ids)
+
+    return make
+
+
+@pytest.fixture
+def write(engine: ScriptedEngine) -> Callable[[str], None]:
+    """`write(text)` → the engine answers with it from now on."""
+
+    def write(text: str) -> None:
+        engine.tokens = [*engine.tokenizer.encode(text), engine.eos]
+
+    return write
 
 
 @pytest.fixture
 def client(make_app: Callable[..., FastAPI]) -> TestClient:
     """A client of a server with default settings; an exception in a route is a 500, as for a real client."""
     return TestClient(make_app(), raise_server_exceptions=False)
+
+
+@pytest.fixture
+def serve(make_app: Callable[..., FastAPI]) -> Iterator[Callable[..., str]]:
+    """`serve(**fields of ServerConfig)` → the address of a real HTTP server around the scripted engine."""
+    servers: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(**fields: Any) -> str:
+        server = uvicorn.Server(uvicorn.Config(make_app(**fields), port=0, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        servers.append((server, thread))
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+    yield start
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join()
 
 
 @dataclass

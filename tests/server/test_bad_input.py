@@ -108,13 +108,20 @@ OPENAI: list[tuple[str, str, Any]] = [
     (CHAT, "logprobs", 1),
     (COMPLETIONS, "logprobs", 1_000_000_000),
     (COMPLETIONS, "best_of", 5_000_000),
-    (COMPLETIONS, "echo", True),
     (COMPLETIONS, "suffix", "x"),
-    (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),
+    (CHAT, "tools", [{"type": "function", "function": {}}]),
+    (CHAT, "tools", [{"type": "function", "function": {"name": "no spaces"}}]),
+    (CHAT, "tools", [{"type": "function", "function": {"name": "f", "parameters": "none"}}]),
+    (CHAT, "tools", [{"type": "web_search"}]),
+    (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}] * 2),
+    (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}] * 129),
     (CHAT, "tool_choice", "required"),
+    (CHAT, "tool_choice", "sometimes"),
+    (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}),
+    (CHAT, "parallel_tool_calls", 1),
     (CHAT, "functions", [{"name": "f"}]),
     (CHAT, "response_format", {"type": "json_object"}),
-    (CHAT, "reasoning_effort", "low"),
+    (CHAT, "reasoning_effort", "wild"),
     (CHAT, "modalities", ["audio"]),
     (CHAT, "audio", {"voice": "x", "format": "wav"}),
     (CHAT, "store", True),
@@ -183,7 +190,9 @@ def test_a_prompt_that_is_none(client: TestClient, prompt: Any) -> None:
         [{"role": "user", "content": None}],
         [{"role": "user", "content": 5}],
         [{"role": "wizard", "content": "Hi"}],
-        [{"role": "tool", "content": "Hi", "tool_call_id": "1"}],
+        [{"role": "tool", "content": None, "tool_call_id": "1"}],
+        [{"role": "user", "content": "Hi", "tool_calls": [{"id": "x", "function": {"name": "f"}}]}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": 5}}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "user", "content": ["Hi"]}],
         [{"role": "user", "content": [{"type": "text", "text": 5}]}],
@@ -304,7 +313,7 @@ def test_a_body_over_the_limit(make_app: Callable[..., FastAPI]) -> None:
 
 
 def test_an_api_key_guards_all_but_health_and_metrics(make_app: Callable[..., FastAPI]) -> None:
-    client = TestClient(make_app(api_key="secret"))
+    client = TestClient(make_app(api_key=("secret",)))
     for value in (None, "Bearer wrong", "secret", "Bearer é", "Basic secret"):
         headers = {} if value is None else {b"authorization": value.encode()}
         for method, route in (("POST", CHAT), ("GET", "/v1/models"), ("POST", "/flush_cache"), ("GET", "/server_info")):
@@ -319,7 +328,7 @@ def test_more_requests_than_the_server_takes(make_app: Callable[..., FastAPI], e
     limit = engine.info.max_running_requests + 2
     assert client.post(COMPLETIONS, json={"prompt": "a", "n": limit}).status_code == 200
     response = client.post(COMPLETIONS, json={"prompt": "a", "n": limit + 1})
-    assert str(limit) in refused(response, 503)["message"]
+    assert str(limit) in refused(response, 429)["message"]
     assert response.headers["retry-after"]
 
 

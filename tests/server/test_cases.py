@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -141,11 +142,9 @@ def test_the_stock_client_completes_and_gets_logprobs(client: openai.OpenAI) -> 
 def test_the_stock_client_understands_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "Hi"}])
-    with pytest.raises(openai.BadRequestError, match="tools"):
+    with pytest.raises(openai.BadRequestError, match="audio"):
         client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "Hi"}],
-            tools=[{"type": "function", "function": {"name": "f"}}],
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], audio={"voice": "x", "format": "wav"}
         )
 
 
@@ -316,6 +315,91 @@ def test_the_prompt_has_what_the_template_writes_and_nothing_twice(server: Any, 
         answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1).json()
         assert answer["usage"]["prompt_tokens"] == len(builtin_tokenizer.apply_chat_template(messages))
         messages += [{"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go <|im_end|> on."}]
+
+
+@pytest.mark.parametrize("arguments", ['{"zone": "Lima"}', {"zone": "Lima"}, "", "5", "[1]", "not json"])
+def test_a_conversation_with_calls_and_results(server: Any, arguments: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "What time is it in Lima?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "09:30"},
+    ]
+    parameters = {"type": "object", "properties": {"zone": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "get_time", "parameters": parameters}}]
+    answer = server.post("/v1/chat/completions", messages=messages, tools=tools, temperature=0, max_tokens=24)
+    assert answer.status_code == 200, answer.text
+    if arguments == {"zone": "Lima"}:
+        assert "9:30" in answer.json()["choices"][0]["message"]["content"]
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city", "unit"],
+        },
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, choice: Any) -> None:
+    fields: Json = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 100,
+    }
+    [whole] = client.chat.completions.create(**fields).choices
+    assert whole.finish_reason == "tool_calls"
+    calls: Any = whole.message.tool_calls
+    [call] = calls
+    arguments = json.loads(call.function.arguments)
+    if choice != "required":
+        assert call.function.name == "get_weather"
+    if call.function.name == "get_weather":
+        assert arguments.keys() == {"city", "unit"}
+        assert arguments["unit"] in ("C", "F")
+    chunks = client.chat.completions.create(**fields, stream=True)
+    pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
+    texts = [piece.function.arguments or "" for piece in pieces if piece.function]
+    assert "".join(texts) == call.function.arguments
+    assert len(texts) > 2 or arguments == {}
+
+
+def deep_schema(depth: int) -> Json:
+    return {"type": "object", "properties": {"a": deep_schema(depth - 1)}} if depth else {"type": "string"}
+
+
+HOSTILE: list[Any] = [
+    {"type": "no such type"},
+    {"$ref": "#/nowhere"},
+    {"type": "string", "pattern": "(a*)*(b|c{1,9999}){1,9999}"},
+    {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
+    deep_schema(60),
+]
+
+
+@pytest.mark.parametrize("parameters", HOSTILE, ids=range(len(HOSTILE)))
+def test_schemas_that_cannot_be_followed(server: Any, parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"messages": messages, "tools": tools, "temperature": 0, "max_tokens": 4}
+    start = time.monotonic()
+    forced = server.post("/v1/chat/completions", **body, tool_choice="required")
+    assert forced.status_code in (200, 400), forced.text
+    if forced.status_code == 400:
+        assert forced.json()["error"]["param"] in ("tools", "messages")
+        assert time.monotonic() - start < 5  # on a busy machine
+    assert server.post("/v1/chat/completions", **body).status_code in (200, 400)
 
 
 def test_a_repeated_conversation_comes_from_the_cache(server: Any) -> None:

@@ -113,7 +113,7 @@ def test_metrics_count_what_happened(client: TestClient, engine: Any) -> None:
 
 
 def test_two_apps_share_nothing(make_app: Callable[..., FastAPI]) -> None:
-    first, second = TestClient(make_app()), TestClient(make_app(served_model_name="other"))
+    first, second = TestClient(make_app()), TestClient(make_app(served_model_name=("other",)))
     first.post("/generate", json={"prompt": "Hi"})
     assert metric(second.get("/metrics").text, "generated_tokens_total") == 0
     assert second.get("/v1/models").json()["data"][0]["id"] == "other"
@@ -147,5 +147,6 @@ def test_the_api_describes_its_bodies(client: TestClient) -> None:
     schemas = document["components"]["schemas"]
     for route in ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize", "/abort"):
         body = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert schemas[body["$ref"].rpartition("/")[2]]["properties"]
+        for schema in body.get("anyOf", [body]):
+            assert schemas[schema["$ref"].rpartition("/")[2]]["properties"]
     assert "#/$defs" not in json.dumps(document)

@@ -1,0 +1,58 @@
+"""Log-probabilities of prompts: which tokens of a step are looked up, and the looking up, in pieces of bounded memory.
+
+The logits at a position tell of the token after it; those of a prompt's last position are for the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.execution.sampler import look_up
+from mini_sglang.request import TokenLogprobs
+from mini_sglang.scheduling.batch import ScheduledBatch
+
+_PIECE = 128  # positions whose logits are in memory at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Part of a prompt, computed by one row of a step, whose tokens' log-probabilities are asked for."""
+
+    slot: int
+    first: int  # index of its first token among the step's tokens
+    start: int  # and the position of that token in the prompt
+    count: int  # positions; the tokens looked up are those at start + 1 to start + count
+    alternatives: int
+
+
+def asked_of(batch: ScheduledBatch, table: RequestTable) -> list[Asked]:
+    """What a step has to look up; mostly nothing. Decodes compute no prompt, and come first."""
+    asked, first = [], len(batch.decodes)
+    for row in batch.chunks:
+        alternatives = table.prompt_alternatives(row.slot)
+        count = min(row.count, table.prompt_length(row.slot) - 1 - row.start)
+        if alternatives is not None and count > 0:
+            asked.append(Asked(row.slot, first, row.start, count, alternatives))
+        first += row.count
+    return asked
+
+
+def look_up_prompts(
+    asked: list[Asked], hidden: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], table: RequestTable
+) -> dict[int, list[TokenLogprobs]]:
+    """The entries of each part, by slot. hidden [sum of counts, hidden_size], in their order; `logits` makes theirs"""
+    results, done = {}, 0
+    for part in asked:
+        tokens = table.tokens[part.slot, part.start + 1 : part.start + part.count + 1].long()
+        entries: list[TokenLogprobs] = []
+        for begin in range(0, part.count, _PIECE):
+            end = min(begin + _PIECE, part.count)
+            piece = logits(hidden[done + begin : done + end])
+            entries += look_up(piece, tokens[begin:end], [part.alternatives] * (end - begin))
+        results[part.slot] = entries
+        done += part.count
+    return results

@@ -1,0 +1,75 @@
+"""The API's description, as OpenAPI: what the framework finds out about the routes, completed by the bodies that they
+read themselves, examples, streams and the one shape of errors. Knows routes only from the document.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from mini_sglang.server.anthropic_protocol import CountTokensBody, MessagesBody
+from mini_sglang.server.examples import EXAMPLES
+from mini_sglang.server.protocol import ROUTE_BODIES
+from mini_sglang.server.request_body import SCHEMA_REF
+from mini_sglang.server.responses_protocol import ResponsesBody
+from mini_sglang.server.sglang_protocol import SglangBody
+
+Json = dict[str, Any]
+
+_BODIES = (*ROUTE_BODIES, MessagesBody, CountTokensBody, ResponsesBody, SglangBody)
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "description": "what is wrong, with the field and the limit"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "the field at fault"},
+                "code": {"type": ["string", "null"], "description": "a word for programs"},
+            },
+        }
+    },
+}
+_ERROR_ANSWER = {"content": {"application/json": {"schema": {"$ref": SCHEMA_REF.format(model="Error")}}}}
+
+
+def describe(app: FastAPI) -> None:
+    """Let `app.openapi()` give the whole document."""
+    make = app.openapi
+    app.openapi = functools.cache(lambda: _complete(make()))  # type: ignore[method-assign]
+
+
+def _complete(document: Json) -> Json:
+    _, bodies = models_json_schema([(model, "validation") for model in _BODIES], ref_template=SCHEMA_REF)
+    components = document.setdefault("components", {})
+    components["schemas"] = {**bodies["$defs"], "Error": _ERROR}
+    for operation in _operations(document):
+        responses = operation["responses"]
+        responses.pop("422", None)  # the framework's: errors have one shape here
+        responses["4XX"] = {"description": "The request is at fault; the message says how.", **_ERROR_ANSWER}
+        responses["5XX"] = {"description": "The server cannot answer, or not now.", **_ERROR_ANSWER}
+        if "requestBody" in operation:
+            _describe_body(operation, bodies["$defs"])
+    return document
+
+
+def _operations(document: Json) -> Iterator[Json]:
+    for path in document["paths"].values():
+        yield from path.values()
+
+
+def _describe_body(operation: Json, schemas: Json) -> None:
+    """Add the examples, and the stream as a second kind of answer where there is one."""
+    content = operation["requestBody"]["content"]["application/json"]
+    names = [schema["$ref"].rpartition("/")[2] for schema in content["schema"].get("anyOf", [content["schema"]])]
+    content["examples"] = {title: {"value": value} for name in names for title, value in EXAMPLES.get(name, {}).items()}
+    if "stream" in schemas[names[0]]["properties"]:
+        schema = {"type": "string", "description": "server-sent events; the data of each is a JSON object"}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": schema}

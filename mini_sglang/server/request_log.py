@@ -1,0 +1,103 @@
+"""A request's id and its line in the log.
+
+The id comes from the client's X-Request-Id, or is made here; it is in the answer's X-Request-Id and in every line that
+is logged on the way. What was asked and answered is logged only where that is switched on. Knows no route, and holds
+nothing of a stream back.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"  # for handlers with a RequestIdFilter
+
+_ID = re.compile(r"[!-~]{1,128}")  # visible ASCII: cannot break a line or a header
+_PROBES = ("/health", "/metrics")  # asked every few seconds: logged for debugging only
+_current_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def current_request_id() -> str:
+    """The id of the request that this code answers; empty outside of one."""
+    return _current_id.get()
+
+
+class RequestIdFilter(logging.Filter):
+    """Gives each record, for LOG_FORMAT, the id of the request it was logged for."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        request_id = current_request_id()
+        record.request = f" [{request_id}]" if request_id else ""
+        return True
+
+
+class RequestLog:
+    """ASGI middleware. With `access` it logs a line for each request when it has been answered: client, method, path,
+    status, seconds. With `contents` it logs each piece of a body besides, both ways.
+    """
+
+    def __init__(self, app: ASGIApp, *, access: bool = True, contents: bool = False) -> None:
+        self._app = app
+        self._access = access
+        self._contents = contents
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        _current_id.set(request_id)
+        status = 500  # what an exception becomes
+        start = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            if self._contents:
+                await self._app(scope, _logged_receive(receive), _logged_send(send_with_id))
+            else:
+                await self._app(scope, receive, send_with_id)
+        finally:
+            if self._access:
+                self._log(scope, status, time.perf_counter() - start)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        host, port = scope.get("client") or ("-", 0)
+        path = quote(scope["path"])[:200]  # nothing that a client sends may break the line
+        level = logging.DEBUG if path in _PROBES else logging.INFO
+        logger.log(level, "%s:%d %s %s %d %.3f s", host, port, scope["method"], path, status, seconds)
+
+
+def _logged_receive(receive: Receive) -> Receive:
+    async def receive_and_log() -> Message:
+        message = await receive()
+        if message.get("body"):
+            logger.info("received %r", message["body"])
+        return message
+
+    return receive_and_log
+
+
+def _logged_send(send: Send) -> Send:
+    async def send_and_log(message: Message) -> None:
+        if message.get("body"):
+            logger.info("sent %r", message["body"])
+        await send(message)
+
+    return send_and_log
