@@ -120,7 +120,6 @@ OPENAI: list[tuple[str, str, Any]] = [
     (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}),
     (CHAT, "parallel_tool_calls", 1),
     (CHAT, "functions", [{"name": "f"}]),
-    (CHAT, "response_format", {"type": "json_object"}),
     (CHAT, "reasoning_effort", "wild"),
     (CHAT, "modalities", ["audio"]),
     (CHAT, "audio", {"voice": "x", "format": "wav"}),
