@@ -19,8 +19,7 @@ from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutpu
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
 from mini_sglang.structured_output import GrammarCompiler, Vocabulary
-from mini_sglang.weights.hub import ModelSource, resolve_model
-from mini_sglang.weights.model_config import load_model_config
+from mini_sglang.weights.hub import ModelSource
 
 if TYPE_CHECKING:
     from mini_sglang.tokenizer import Tokenizer
@@ -33,17 +32,10 @@ _MASK_WAIT_S = 0.01  # with nothing to compute but masks; between such waits cal
 class Engine:
     """Runs requests to their end. `config` has every `auto` resolved.
 
-    The model's tokenizer serves grammars alone. It is loaded beside the weights unless one is given.
+    The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
-        source = resolve_model(
-            config.model,
-            source=config.model_source,
-            revision=config.revision,
-            weights_needed=config.load_format != "dummy",
-        )
-        self._masks = GrammarMasks(partial(_load_compiler, source, tokenizer))
         self.executor = Executor(config)
         self.config = self.executor.config
         self.model_config = self.executor.model_config
@@ -51,6 +43,9 @@ class Engine:
         self._run_ahead = self.config.run_ahead or 0
         self._inflight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self._random = random.Random()
+        model = self.model_config
+        load = partial(_load_compiler, self.executor.source, tokenizer, model.vocab_size, model.eos_token_ids)
+        self._masks = GrammarMasks(load)
 
     def add_request(
         self,
@@ -180,12 +175,13 @@ class Engine:
         self.executor.close()
 
 
-def _load_compiler(source: ModelSource, tokenizer: Tokenizer | None) -> GrammarCompiler:
-    """Runs beside the loading of the weights: importing transformers, which only a tokenizer needs, takes a second."""
+def _load_compiler(
+    source: ModelSource, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
+) -> GrammarCompiler:
+    """Imported here: transformers, which only a tokenizer needs, takes a second."""
     if tokenizer is None:
         from mini_sglang.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(source)
-    model = load_model_config(source)
-    vocabulary = Vocabulary.of(tokenizer, model.vocab_size, model.eos_token_ids)
+    vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)
     return GrammarCompiler(vocabulary, partial(tokenizer.encode, add_special_tokens=False))

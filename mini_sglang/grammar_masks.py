@@ -38,12 +38,16 @@ class _Constraint:
 
 
 class GrammarMasks:
-    """One matcher per request, and the threads that work on them. `load` makes the compiler, in a thread of its own."""
+    """One matcher per request, and the threads that work on them. `load` makes the compiler, for the first grammar.
+
+    `add` and `check` belong to one thread.
+    """
 
     def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
         self._compiling = ThreadPoolExecutor(2, "grammar")
         self._advancing = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "mask")
-        self._compiler = self._compiling.submit(load)
+        self._load = load
+        self._compiler: Future[GrammarCompiler] | None = None  # the engine starts without
         self._constraints: dict[str, _Constraint] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -54,11 +58,16 @@ class GrammarMasks:
 
     def check(self, params: SamplingParams) -> None:
         """Wait until the grammar is compiled. Raises ValueError, naming the field, if it cannot be."""
-        self._compile(params, max_tokens=1)
+        self._compile(self._loading_compiler(), params, max_tokens=1)
 
-    def _compile(self, params: SamplingParams, max_tokens: int) -> Matcher:
+    def _loading_compiler(self) -> Future[GrammarCompiler]:
+        if self._compiler is None:
+            self._compiler = self._compiling.submit(self._load)
+        return self._compiler
+
+    def _compile(self, loading: Future[GrammarCompiler], params: SamplingParams, max_tokens: int) -> Matcher:
         try:
-            compiler = self._compiler.result()
+            compiler = loading.result()
         except (ValueError, OSError) as error:
             raise ValueError(f"{error_field(params)} is not supported with this model: {error}") from error
         return compiler.compile(params, max_tokens)
@@ -66,10 +75,10 @@ class GrammarMasks:
     def add(self, request_id: str, params: SamplingParams, max_tokens: int) -> None:
         """Begin to compile the grammar of a request, whose answer has at most `max_tokens`, and its first mask."""
         constraint = self._constraints[request_id] = _Constraint(params, max_tokens)
-        constraint.due = self._compiling.submit(self._begin, constraint)
+        constraint.due = self._compiling.submit(self._begin, self._loading_compiler(), constraint)
 
-    def _begin(self, constraint: _Constraint) -> bytes:
-        constraint.matcher = self._compile(constraint.params, constraint.max_tokens)
+    def _begin(self, loading: Future[GrammarCompiler], constraint: _Constraint) -> bytes:
+        constraint.matcher = self._compile(loading, constraint.params, constraint.max_tokens)
         return constraint.matcher.mask()
 
     def advance(self, request_id: str, token_id: int) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+import mini_sglang.tokenizer
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.execution.executor import StepHandle
 from mini_sglang.request import FinishReason, SamplingParams, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.structured_output import GrammarCompiler
+from mini_sglang.tokenizer import load_tokenizer
 
 FREE = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 DIGITS = SamplingParams(regex="[0-9]{20}", temperature=0)
@@ -216,6 +218,22 @@ def test_free_requests_stay_in_the_group_that_costs_nothing_per_step(make_engine
     assert all(len(batch.masks) == 1 for batch in masked)
     assert all(len(mask) >= 320 // 8 for batch in masked for mask in batch.masks.values())
     assert len({id(batch.decodes) for batch in batches if len(batch.decodes) == 2}) == 1
+
+
+def test_the_tokenizer_is_loaded_with_the_first_grammar(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+
+    def load(source: Any) -> Any:
+        loaded.append(source)
+        return load_tokenizer(source)
+
+    monkeypatch.setattr(mini_sglang.tokenizer, "load_tokenizer", load)
+    engine = make_engine()
+    run(engine, {"x": ([7, 8], FREE)})
+    assert not loaded
+    run(engine, {"x": ([7, 8], DIGITS), "y": ([9], DIGITS)})
+    engine.check_grammar(OBJECT)
+    assert len(loaded) == 1
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars_alone(write_checkpoint: Any) -> None:

@@ -54,7 +54,6 @@ ALLOWED: dict[str, set[str]] = {
         "structured_output",
         "tokenizer",
         "weights.hub",
-        "weights.model_config",
     },
     "messages": {"request", "config", "scheduling"},
     "engine_process": {"engine", "lifetime", "messages", "config", "request", "scheduling"},

@@ -85,8 +85,9 @@ def is_lost(error: Exception) -> bool:
 
 
 class Executor:
-    """Loads the model named by `config`; afterwards `config` has every `auto` resolved. With `tp` it is rank 0, which
-    starts the others and has them compute what it computes.
+    """Loads the model named by `config`; afterwards `config` has every `auto` resolved, `source` is where it lies.
+
+    With `tp` it is rank 0, which starts the others and has them compute what it computes.
 
     Raises ValueError, naming the field, where the configuration does not fit the model or the machine, and RankError
     where another rank fails.
@@ -95,15 +96,15 @@ class Executor:
     def __init__(self, config: EngineConfig) -> None:
         if config.node_rank > 0:
             raise ValueError(f"node_rank must be 0 where the engine runs, got {config.node_rank}; see serve_node")
-        source, model_config = find_model(config)
-        self.config = resolve(config, model_config, source)
+        self.source, model_config = find_model(config)
+        self.config = resolve(config, model_config, self.source)
         self._max_rows = resolved(self.config.max_running_requests)
         self._landings: list[_Landing] = []
         self._ranks = _start_ranks(self.config) if self.config.tp > 1 else None
         try:
             with self._together():
                 parallel = SINGLE if self._ranks is None else self._ranks.connect()
-                self._rank = Rank(self.config, model_config, source, parallel, self.check)
+                self._rank = Rank(self.config, model_config, self.source, parallel, self.check)
         except BaseException:
             if self._ranks is not None:
                 self._ranks.close()
