@@ -63,6 +63,10 @@ class MessageFormat:
         yield {"type": "message_delta", "delta": self._ending(last), "usage": usage_json(last.usage)}
         yield {"type": "message_stop"}
 
+    def failure(self, error: ApiError) -> Iterator[Json]:
+        """The event that ends a stream which fails."""
+        yield error_json(error)
+
     def _message(self, content: list[Json], usage: Usage) -> Json:
         return {
             "id": self._id,

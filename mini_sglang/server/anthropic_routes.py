@@ -1,23 +1,22 @@
-"""Anthropic's routes: the walk of openai_routes with other bodies, other answers and errors of another shape."""
+"""Anthropic's routes: the walk of `conversation.py` with Anthropic's bodies, answers and errors."""
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from mini_sglang.server.anthropic_format import Json, MessageFormat, error_json
 from mini_sglang.server.anthropic_protocol import CountTokensBody, MessagesBody
-from mini_sglang.server.context import ServerContext, context_of
+from mini_sglang.server.context import context_of
+from mini_sglang.server.conversation import answer_conversation
+from mini_sglang.server.dialect import AnswerPlan
 from mini_sglang.server.errors import ClientDisconnected, as_api_error, error_response
-from mini_sglang.server.generation import Job, collect, encode_messages, make_job, run_job
+from mini_sglang.server.generation import Job, encode_messages
 from mini_sglang.server.request_body import invalid_body, read_body, takes
-from mini_sglang.server.streaming import EventStream, named_event, while_connected
 
 
 class _Route(APIRoute):
@@ -47,35 +46,12 @@ async def messages(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, MessagesBody)
     model = context.check_model(body.model)
-    try:
-        params, conversation, template = body.sampling_params(), body.chat_messages(), body.template()
-    except ValueError as error:
-        raise invalid_body(error) from None
-    prompt_ids = await encode_messages(context, conversation, template)
-    plan = context.dialect.plan(template, conversation, prompt_ids)
-    job_id = f"msg_{uuid.uuid4().hex}"
-    job = make_job(context, job_id, [prompt_ids], plan.constrain(params), body, field="messages")
-    fits_context = len(prompt_ids) + body.max_tokens <= context.engine.info.context_length
-    answer_format = MessageFormat(job.id, model, plan.parser(), fits_context)
-    if body.stream:
-        return EventStream(_events(context, job, answer_format), lambda error: named_event(error_json(error)))
-    [output] = await while_connected(request.receive, collect(context, job))
-    return Response(msgspec.json.encode(answer_format.whole(output)), media_type="application/json")
 
+    def make_format(job: Job, plan: AnswerPlan) -> MessageFormat:
+        fits_context = len(job.prompt_of(0)) + body.max_tokens <= context.engine.info.context_length
+        return MessageFormat(job.id, model, plan.parser(), fits_context)
 
-async def _events(context: ServerContext, job: Job, answer_format: MessageFormat) -> AsyncGenerator[bytes, None]:
-    is_open = False
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
-        async for _, output in outputs:
-            if not is_open:
-                is_open = True
-                for item in answer_format.opening(output):
-                    yield named_event(item)
-            for item in answer_format.delta(output):
-                yield named_event(item)
-            if output.finished:
-                for item in answer_format.closing(output):
-                    yield named_event(item)
+    return await answer_conversation(request, body, f"msg_{uuid.uuid4().hex}", make_format, field="messages")
 
 
 @router.post("/messages/count_tokens", openapi_extra=takes(CountTokensBody))

@@ -17,6 +17,7 @@ import msgspec
 from mini_sglang.messages import EngineInfo
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage, shorten
 from mini_sglang.server.context import ServerContext
+from mini_sglang.server.dialect import AnswerPlan
 from mini_sglang.server.errors import ApiError, invalid
 from mini_sglang.server.protocol import JobBody, Message, TemplateBody
 
@@ -188,6 +189,23 @@ async def encode_messages(context: ServerContext, messages: list[Message], body:
         raise invalid(error) from None
     except RecursionError:
         raise invalid(ValueError("messages or tools are nested too deeply")) from None
+
+
+async def make_chat_job(
+    context: ServerContext,
+    job_id: str,
+    messages: list[Message],
+    template: TemplateBody,
+    params: SamplingParams,
+    body: JobBody,
+    n: int = 1,
+    *,
+    field: str = "messages",
+) -> tuple[Job, AnswerPlan]:
+    """The work for a conversation, and what its answers may consist of. Raises ApiError 400."""
+    prompt_ids = await encode_messages(context, messages, template)
+    plan = context.dialect.plan(template, messages, prompt_ids)
+    return make_job(context, job_id, [prompt_ids], plan.constrain(params), body, n, field=field), plan
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:

@@ -17,8 +17,8 @@ from mini_sglang.server.errors import invalid
 from mini_sglang.server.generation import (
     Job,
     collect,
-    encode_messages,
     encode_prompts,
+    make_chat_job,
     make_job,
     off_loop,
     run_job,
@@ -42,10 +42,8 @@ async def chat_completions(request: Request) -> Response:
         params = body.sampling_params()
     except ValueError as error:
         raise invalid(error) from None
-    prompt_ids = await encode_messages(context, body.messages, body)
-    plan = context.dialect.plan(body, body.messages, prompt_ids)
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job = make_job(context, job_id, [prompt_ids], plan.constrain(params), body, body.num_choices, field="messages")
+    job, plan = await make_chat_job(context, job_id, body.messages, body, params, body, body.num_choices)
     return await _answer(request, context, body, job, ChatFormat(context.tokenizer, plan))
 
 

@@ -46,7 +46,7 @@ class ResponseFormat:
             pass
         return self._complete(output)
 
-    def opening(self) -> Iterator[Json]:
+    def opening(self, first: RequestOutput) -> Iterator[Json]:
         """The events that begin a stream."""
         begun = self._response("in_progress")
         yield self._event("response.created", response=begun)
