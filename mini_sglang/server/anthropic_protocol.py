@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BeforeValidator, Field
 
 from mini_sglang.request import SamplingParams
@@ -35,6 +34,7 @@ from mini_sglang.server.protocol import (
     Tool,
     at_most,
     must_be_off,
+    schema_format,
     to_sampling_params,
 )
 
@@ -244,12 +244,13 @@ class MessagesBody(PromptBody, SamplingBody):
     def sampling_params(self) -> SamplingParams:
         """Raises ValueError, naming the field, if a value is out of range."""
         body = self.model_copy(update={"stop": self.stop_sequences})
-        params = to_sampling_params(body, max_tokens=self.max_tokens, logprobs=None)
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"schema": self.output_config.format.json_schema}
-            params = msgspec.structs.replace(params, response_format={"type": "json_schema", "json_schema": schema})
-            params.validate()
-        return params
+        wanted = None if self.output_config is None else self.output_config.format
+        return to_sampling_params(
+            body,
+            max_tokens=self.max_tokens,
+            logprobs=None,
+            response_format=None if wanted is None else schema_format(wanted.json_schema, "output_config"),
+        )
 
 
 class CountTokensBody(PromptBody):

@@ -139,6 +139,16 @@ class SamplingBody(JobBody):
     choice: GrammarChoices | None = None
 
 
+def schema_format(schema: Any, wanted: str) -> JsonObject:
+    """A JSON schema, or its text, as `response_format`. Raises ValueError, opening with `wanted`, for other text."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"{wanted}: {error}") from None
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 class StructuredOutputs(Body):
     """`structured_outputs`, vLLM's name for what an answer must look like."""
 
@@ -154,15 +164,10 @@ class StructuredOutputs(Body):
         if self.json_object:
             fields["response_format"] = {"type": "json_object"}
         if self.json_schema is not None:
-            schema = self.json_schema
-            if isinstance(schema, str):
-                try:
-                    schema = msgspec.json.decode(schema)
-                except (msgspec.DecodeError, RecursionError) as error:
-                    raise ValueError(f"structured_outputs must hold a schema, or its text, as json: {error}") from None
+            wanted = "structured_outputs must hold a schema, or its text, as json"
+            fields["response_format"] = schema_format(self.json_schema, wanted)
             if self.json_object:
                 raise ValueError("structured_outputs must not hold both json and json_object")
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -407,7 +412,13 @@ class ChatBody(OpenAIBody, TemplateBody):
     def sampling_params(self) -> SamplingParams:
         """Raises ValueError, naming the field, if a value is out of range."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return to_sampling_params(self, max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return to_sampling_params(
+            self,
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
+        )
 
 
 class CompletionBody(OpenAIBody):
@@ -433,6 +444,8 @@ class CompletionBody(OpenAIBody):
             max_tokens=1 if self.is_only_echo else _limit(self, DEFAULT_COMPLETION_TOKENS),
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
         )
 
     @property
@@ -460,7 +473,7 @@ class GenerateBody(SamplingBody):
         """Raises ValueError, naming the field, if a value is out of range."""
         limit = _limit(self, DEFAULT_GENERATE_TOKENS)
         body = self if self.rep_penalty is None else self.model_copy(update={"repetition_penalty": self.rep_penalty})
-        return to_sampling_params(body, max_tokens=limit, logprobs=self.logprobs)
+        return to_sampling_params(body, max_tokens=limit, logprobs=self.logprobs, response_format=self.response_format)
 
 
 class TokenizeBody(TemplateBody):
@@ -522,17 +535,23 @@ def _limit(body: SamplingBody, default: int) -> int | None:
 
 
 def to_sampling_params(
-    body: SamplingBody, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    body: SamplingBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    response_format: JsonObject | None = None,
+    structured_outputs: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """The sampling parameters that a body asks for; what it leaves out keeps the engine's default.
 
     Raises ValueError, naming the field, if a value is out of range.
     """
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    if isinstance(body, (OpenAIBody, GenerateBody)) and body.response_format is not None:
-        given["response_format"] = body.response_format
-    if isinstance(body, OpenAIBody) and body.structured_outputs is not None:
-        grammar = body.structured_outputs.as_sampling()
+    if response_format is not None:
+        given["response_format"] = response_format
+    if structured_outputs is not None:
+        grammar = structured_outputs.as_sampling()
         if both := given.keys() & grammar.keys():
             raise ValueError(f"structured_outputs cannot be combined with {min(both)}")
         given |= grammar

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BeforeValidator, Field
 
 from mini_sglang.request import MAX_LOGPROBS, SamplingParams
@@ -238,11 +237,13 @@ class ResponsesBody(SamplingBody):
         """Raises ValueError, naming the field, if a value is out of range."""
         wants_logprobs = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
         logprobs = (self.top_logprobs or 0) if wants_logprobs else None
-        params = to_sampling_params(self, max_tokens=self.max_output_tokens, logprobs=logprobs)
-        if self.text is not None and self.text.format is not None:
-            params = msgspec.structs.replace(params, response_format=self.text.format.for_chat())
-            params.validate()
-        return params
+        wanted = None if self.text is None else self.text.format
+        return to_sampling_params(
+            self,
+            max_tokens=self.max_output_tokens,
+            logprobs=logprobs,
+            response_format=None if wanted is None else wanted.for_chat(),
+        )
 
 
 def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCallOutput) -> Message:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from mini_sglang.request import MAX_LOGPROBS, SamplingParams
@@ -23,6 +22,7 @@ from mini_sglang.server.protocol import (
     StopTokenIds,
     parse_logit_bias,
     parse_prompts,
+    schema_format,
 )
 
 DEFAULT_NEW_TOKENS = 128
@@ -168,7 +168,7 @@ class SglangBody(JobBody):
         sampling = self.sampling
         given = {_NAMES[name]: value for name in _NAMES if (value := getattr(sampling, name)) is not None}
         if sampling.json_schema is not None:
-            given["response_format"] = _schema_format(sampling.json_schema)
+            given["response_format"] = schema_format(sampling.json_schema, "json_schema must be JSON text")
         alternatives = self.top_logprobs_num or 0
         params = SamplingParams(
             max_tokens=1 if self.is_only_echo else sampling.max_new_tokens,
@@ -179,12 +179,3 @@ class SglangBody(JobBody):
         )
         params.validate()
         return params
-
-
-def _schema_format(text: str) -> dict[str, Any]:
-    """A schema as JSON text, as `SamplingParams.response_format`."""
-    try:
-        schema = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"json_schema must be JSON text: {error}") from None
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
