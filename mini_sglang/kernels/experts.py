@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mini_sglang.kernels.matmul import ROW_TILES, banded_tile
 from mini_sglang.kernels.overlap import await_inputs, overlapped
 from mini_sglang.kernels.routing import ExpertOrder, most_tiles, sort_by_expert
 
 _PROGRAMS = 264  # what a product should at least be cut into: two programs for each multiprocessor of an H100
-_ROW_TILES = 8  # whose programs follow each other, so that an expert's weights are found in the L2 cache
 UNSORTED_TOKENS = 2  # of so few tokens each choice is a tile: hardly two of them meet in an expert
 _COMBINE_BLOCK = 1024
 
@@ -158,7 +158,7 @@ def expert_product(
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=block,
         BLOCK_DEPTH=tile.depth,
-        ROW_TILES=_ROW_TILES,
+        ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlapped(x.device),
@@ -215,12 +215,8 @@ def _grouped_matmul_kernel(
     OVERLAP: tl.constexpr,
 ):
     """weight is a tensor descriptor over all experts' rows: columns beyond the last are computed and not stored."""
-    band_programs = ROW_TILES * tl.cdiv(COLUMNS, BLOCK_COLUMNS)
-    first_tile = tl.program_id(0) // band_programs * ROW_TILES
-    height = tl.minimum(num_tiles - first_tile, ROW_TILES)
-    place = tl.program_id(0) % band_programs
-    tile = first_tile + place % height
-    first_column = place // height * BLOCK_COLUMNS
+    tile, column_tile = banded_tile(num_tiles, tl.cdiv(COLUMNS, BLOCK_COLUMNS), ROW_TILES)
+    first_column = column_tile * BLOCK_COLUMNS
     if GATED:
         await_inputs(OVERLAP)
     if SORTED:

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mini_sglang.kernels.overlap import await_inputs, overlapped
 
 _PROGRAMS = 128  # what a step should at least be cut into: about one program for each multiprocessor of an H100
-_ROW_TILES = 8  # whose programs follow each other, so that they find the weights' columns in the L2 cache
+ROW_TILES = 8  # whose programs follow each other, so that they find the weights' columns in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def matmul(
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         BLOCK_DEPTH=block_depth,
-        ROW_TILES=_ROW_TILES,
+        ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlapped(x.device),
@@ -128,6 +128,19 @@ def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> N
         raise ValueError("the residual and `out` must be contiguous")
 
 
+@triton.jit
+def banded_tile(row_tiles, column_tiles, ROW_TILES: tl.constexpr):
+    """(row tile, column tile) of this program: ROW_TILES programs of one column, then those of the next.
+
+    So they find the column's weights in the L2 cache.
+    """
+    band_programs = ROW_TILES * column_tiles
+    first = tl.program_id(0) // band_programs * ROW_TILES
+    height = tl.minimum(row_tiles - first, ROW_TILES)
+    place = tl.program_id(0) % band_programs
+    return first + place % height, place // height
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
     x,
@@ -145,12 +158,9 @@ def _matmul_kernel(
     OVERLAP: tl.constexpr,
 ):
     """x and weight are tensor descriptors: what lies outside reads as 0, which adds nothing."""
-    band_programs = ROW_TILES * tl.cdiv(columns, BLOCK_COLUMNS)
-    first_tile = tl.program_id(0) // band_programs * ROW_TILES
-    height = tl.minimum(tl.cdiv(rows, BLOCK_ROWS) - first_tile, ROW_TILES)
-    place = tl.program_id(0) % band_programs
-    first_row = (first_tile + place % height) * BLOCK_ROWS
-    first_column = place // height * BLOCK_COLUMNS
+    row_tile, column_tile = banded_tile(tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS), ROW_TILES)
+    first_row = row_tile * BLOCK_ROWS
+    first_column = column_tile * BLOCK_COLUMNS
     acc = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     await_inputs(OVERLAP)
     for start in range(0, depth, BLOCK_DEPTH):
