@@ -61,13 +61,14 @@ class RequestTable:
         for new in batch.new_rows:
             self._take(new)
         if batch.new_pages:
+            width = self.page_table.shape[1]
             entries = {  # an entry named twice takes the later page, which a scatter would not promise
-                (pages.slot, index): page_id
+                pages.slot * width + index: page_id
                 for pages in batch.new_pages
                 for index, page_id in enumerate(pages.page_ids, pages.first_index)
             }
-            slots, indices, page_ids = self.send([*zip(*entries, strict=True), tuple(entries.values())])
-            self.page_table[slots, indices] = page_ids
+            places, page_ids = self.send([tuple(entries), tuple(entries.values())])
+            self.page_table.view(-1).index_copy_(0, places, page_ids)
 
     def _take(self, new: NewRow) -> None:
         self.tokens[new.slot, : len(new.token_ids)] = self.send(new.token_ids)
