@@ -17,7 +17,14 @@ from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.transfer import send
 from mini_sglang.kernels.base import KVCells
 from mini_sglang.kernels.paged_decode import PagedDecode, decode_tuning, split_tokens_for
-from mini_sglang.kernels.paged_prefill import PrefillTuning, paged_prefill, prefill_tiles, prefill_tuning
+from mini_sglang.kernels.paged_prefill import (
+    SHORT_PREFILL,
+    PrefillTuning,
+    paged_prefill,
+    prefill_tiles,
+    prefill_tuning,
+    short_prefill_tuning,
+)
 
 
 class TritonBackend:
@@ -45,9 +52,13 @@ class TritonBackend:
         self.group = num_heads // pool.num_kv_heads
         device = pool.layers[0].device
         if deterministic:  # the decode kernel's tiles
-            tuning, self.prefill_tuning = replace(tuning, max_splits=1), PrefillTuning(block_queries=16)
+            tuning = replace(tuning, max_splits=1)
+            self._long = self._short = PrefillTuning(block_queries=16)
         else:
-            self.prefill_tuning = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
+            self._long = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
+            self._short = short_prefill_tuning(
+                self._long, pool.head_dim, dtype
+            )  # graphs take it too: their steps are short
         self.decode = PagedDecode(
             max_rows=max_rows,
             num_heads=num_heads,
@@ -66,7 +77,9 @@ class TritonBackend:
         firsts = [0, *itertools.accumulate(counts)][:-1]
         # one transfer for all of it
         rows = send([lengths, starts, chunks, firsts], device, torch.int32)
-        tiles = prefill_tiles(starts, chunks, self.group, self.prefill_tuning)
+        longest = max((start + chunk for start, chunk in zip(starts, chunks, strict=True) if chunk), default=0)
+        tuning = self._short if longest <= SHORT_PREFILL else self._long
+        tiles = prefill_tiles(starts, chunks, self.group, tuning)
         if self._deterministic:
             self.decode.plan_tiles(rows[1], rows[2], rows[3], send(tiles, device, torch.int64))
             return TritonDecodePlan(self, metadata.page_table, metadata.cells)
@@ -81,6 +94,7 @@ class TritonBackend:
             rows[2],
             rows[3],
             send(tiles, device) if tiles else None,
+            tuning,
             decodes=decodes > 0,
         )
 
@@ -114,15 +128,15 @@ class TritonBackend:
         lengths = torch.where(counts == 1, starts + 1, 0).int()
         self.decode.plan(lengths[:-1], firsts[:-1], split_tokens=self.split_tokens(len(counts) - 1))
         chunks = torch.where(counts > 1, counts, 0).int()
-        return TritonPlan(self, page_table, cells, starts.int(), chunks, firsts, tiles, decodes=True)
+        return TritonPlan(self, page_table, cells, starts.int(), chunks, firsts, tiles, self._short, decodes=True)
 
     def max_prompt_tiles(self, rows: int, tokens: int) -> int:
         """The most tiles of a step with so many rows and tokens."""
-        return tokens // (self.prefill_tuning.block_queries // self.group) + min(rows, tokens)
+        return tokens // (self._short.block_queries // self.group) + min(rows, tokens)
 
     def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
         """The tiles of rows that compute `counts` tokens from `starts` on, filled up with tiles of an idle row."""
-        tiles = prefill_tiles(starts, self._chunks(counts), self.group, self.prefill_tuning)
+        tiles = prefill_tiles(starts, self._chunks(counts), self.group, self._short)
         return tiles + [idle_row << 20] * (number - len(tiles))
 
     def _chunks(self, counts: list[int]) -> list[int]:
@@ -163,13 +177,14 @@ class TritonPlan:
         chunks: torch.Tensor,
         firsts: torch.Tensor,
         tiles: torch.Tensor | None,
+        tuning: PrefillTuning,
         *,
         decodes: bool,
     ) -> None:
         self._backend = backend
         self._page_table, self._cells = page_table, cells
         self._starts, self._chunks, self._firsts = starts, chunks, firsts
-        self._tiles = tiles
+        self._tiles, self._tuning = tiles, tuning
         self._decodes = decodes
 
     def target(self, layer: int) -> KVCells:
@@ -194,7 +209,7 @@ class TritonPlan:
                 self._tiles,
                 out,
                 page_size=pool.page_size,
-                tuning=self._backend.prefill_tuning,
+                tuning=self._tuning,
                 window=self._backend.window,
             )
         return out

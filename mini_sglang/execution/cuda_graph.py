@@ -6,7 +6,7 @@ sizes are filled up with an idle slot, whose row computes and changes nothing th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from mini_sglang.attention.transfer import staged
+from mini_sglang.execution.request_table import RequestTable
 
 
 class GraphStep(NamedTuple):
@@ -70,21 +71,29 @@ class DecodeGraphs:
     """Graphs of `step`, a function of slots [rows] int64 on the device, for every batch up to `max_rows`."""
 
     def __init__(
-        self,
-        step: Callable[[torch.Tensor], GraphStep],
-        max_rows: int,
-        idle_slot: int,
-        device: torch.device,
-        pool: Any,
+        self, step: Callable[[torch.Tensor], GraphStep], max_rows: int, table: RequestTable, pool: Any
     ) -> None:
-        self.max_rows = max_rows
-        self._idle_slot = idle_slot
-        self._slots = torch.full((max_rows,), idle_slot, dtype=torch.int64, device=device)
-        self._loaded: tuple[int, ...] = ()  # what self._slots begins with
-        self._graphs = StepGraphs(lambda size: step(self._slots[:size]), graph_sizes(max_rows), "decode", pool)
+        from mini_sglang.execution.page_updates import PageUpdates  # Triton: only where there is a GPU
 
-    def replay(self, slots: tuple[int, ...]) -> GraphStep:
-        """Run one step for `slots`, at most `max_rows`; the very same tuple as last time is on the device already."""
+        self.max_rows = max_rows
+        self._idle_slot = table.idle_slot
+        self._updates = PageUpdates(table.page_table, max_rows)
+        self._slots = torch.full((max_rows,), table.idle_slot, dtype=torch.int64, device=table.page_table.device)
+        self._loaded: tuple[int, ...] = ()  # what self._slots begins with
+
+        def whole_step(size: int) -> GraphStep:
+            self._updates.take()
+            return step(self._slots[:size])
+
+        self._graphs = StepGraphs(whole_step, graph_sizes(max_rows), "decode", pool)
+        self._updates.restart()
+
+    def replay(self, slots: tuple[int, ...], pages: Mapping[int, int]) -> GraphStep:
+        """Run one step for `slots`, at most `max_rows`, which gain `pages` (place in the flat page table -> page id).
+
+        The very same tuple of slots as last time is on the device already.
+        """
+        self._updates.put(pages)
         size = self._graphs.size_for(len(slots))
         if slots is not self._loaded:
             padded = slots + (self._idle_slot,) * (size - len(slots))

@@ -65,17 +65,17 @@ class ModelRunner:
 
         TypeError if attention cannot.
         """
-        table, device = self._table, self._pool.layers[0].device
+        table = self._table
         memory = torch.cuda.graph_pool_handle()
         logits = self._model.empty_logits(max_rows)  # of all graphs: what each keeps for itself adds up
-        compute, decode = partial(self.compute, out=logits), partial(self.decode, out=logits)
+        compute = partial(self.compute, out=logits)
         if max_tokens:
             backend = self._backends.prefill
             if not isinstance(backend, PromptBackend):
                 raise TypeError(f"{type(backend).__name__} cannot plan prompts inside a CUDA graph")
             sizes = prompt_sizes(max_tokens)
             self._prompts = PromptGraphs(compute, table, backend, max_rows, sizes, memory)
-        self._graphs = DecodeGraphs(decode, max_rows, table.idle_slot, device, memory)
+        self._graphs = DecodeGraphs(partial(self.decode, out=logits), max_rows, table, memory)
 
     def compute(self, inputs: PromptInputs, out: torch.Tensor | None = None) -> GraphStep:
         """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures.
@@ -106,12 +106,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Sampled:
         """Compute the batch's rows and sample those that reached the end of their known tokens."""
-        self._table.apply(batch)
+        self._table.take_rows(batch)
         if self._sampler is not None:
             self._sampler.take(batch.new_rows)
         self._pool.copy_pages(batch.page_copies)
+        pages = self._table.places_of(batch.new_pages)
         if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
-            return self._replay(batch, self._graphs)
+            return self._replay(batch, pages, self._graphs)
+        self._table.write_pages(pages)
         rows = batch.rows
         asked = asked_of(batch, self._table)
         if self._prompts is not None and not asked and self._prompts.fits(rows):
@@ -137,9 +139,9 @@ class ModelRunner:
             sampled = sampled._replace(prompt_logprobs=found)
         return sampled
 
-    def _replay(self, batch: ScheduledBatch, graphs: DecodeGraphs) -> Sampled:
+    def _replay(self, batch: ScheduledBatch, pages: dict[int, int], graphs: DecodeGraphs) -> Sampled:
         decodes = batch.decodes
-        step = graphs.replay(decodes.slots)
+        step = graphs.replay(decodes.slots, pages)
         if decodes is not self._plain_decodes:
             if not self._table.want_only_tokens(decodes.slots):
                 return self._complete(batch.rows, *step)

@@ -6,7 +6,7 @@ operations, from the list of (slot, start, count). Sampled tokens are written ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.transfer import send
 from mini_sglang.execution.sampler import SamplingBatch, is_biased
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,25 @@ class RequestTable:
         self._masks: dict[int, bytes] = {}  # of this step's rows under a grammar
         self._wanting_more: set[int] = set()  # slots with a bias or log-probabilities
 
-    def apply(self, batch: ScheduledBatch) -> None:
-        """Take in the batch's new rows and new pages."""
+    def take_rows(self, batch: ScheduledBatch) -> None:
+        """Take in the batch's new rows."""
         self._masks = batch.masks
         for new in batch.new_rows:
             self._take(new)
-        if batch.new_pages:
-            width = self.page_table.shape[1]
-            entries = {  # an entry named twice takes the later page, which a scatter would not promise
-                pages.slot * width + index: page_id
-                for pages in batch.new_pages
-                for index, page_id in enumerate(pages.page_ids, pages.first_index)
-            }
-            places, page_ids = self.send([tuple(entries), tuple(entries.values())])
+
+    def places_of(self, new_pages: Iterable[NewPages]) -> dict[int, int]:
+        """New pages by their place in the flat page table; one that is named twice takes the later page."""
+        width = self.page_table.shape[1]
+        return {
+            pages.slot * width + index: page_id
+            for pages in new_pages
+            for index, page_id in enumerate(pages.page_ids, pages.first_index)
+        }
+
+    def write_pages(self, pages: Mapping[int, int]) -> None:
+        """Write pages, by place, into the page table."""
+        if pages:
+            places, page_ids = self.send([tuple(pages), tuple(pages.values())])
             self.page_table.view(-1).index_copy_(0, places, page_ids)
 
     def _take(self, new: NewRow) -> None:

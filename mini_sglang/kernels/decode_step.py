@@ -1,5 +1,7 @@
 """What a step of one token per row begins with, looked up on the device from the list of slots: one launch for all.
 
+Before it, a launch that brings the page table up to date.
+
 Nothing here depends on the host, so it can lie in a CUDA graph. The PyTorch twin is beside the kernel.
 """
 
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 512  # page ids copied at a time
+_PAGES_AT_ONCE = 128  # fetched from the host's memory
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,48 @@ def decode_inputs_reference(
         page_table=page_table[slots],
         cells=page_table[slots, positions // page_size] * page_size + positions % page_size,
     )
+
+
+def take_pages(ring: torch.Tensor, taken: torch.Tensor, page_table: torch.Tensor) -> None:
+    """Write the pages of one entry of `ring` into `page_table`, and count the step.
+
+    ring [depth, 1 + 2 capacity] int64, where the host can write and the device can read: number of pages, their places
+    in the flat page table, each once, and their ids; taken [1] int64, whose value picks the entry, grows by 1;
+    page_table [slots, max pages] int64, contiguous.
+    """
+    depth, width = ring.shape
+    _take_pages_kernel[(1,)](
+        ring,
+        taken,
+        page_table,
+        DEPTH=depth,
+        CAPACITY=(width - 1) // 2,
+        BLOCK=_PAGES_AT_ONCE,
+        num_warps=1,  # one warp has read the count of steps before it changes it
+    )
+
+
+def take_pages_reference(ring: torch.Tensor, taken: torch.Tensor, page_table: torch.Tensor) -> None:
+    """The twin of `take_pages`."""
+    entry = ring[taken % len(ring)].squeeze(0)
+    number, capacity = int(entry[0]), (len(entry) - 1) // 2
+    places, page_ids = entry[1:].view(2, capacity)[:, :number].to(page_table.device)
+    page_table.view(-1)[places] = page_ids
+    taken += 1
+
+
+@triton.jit
+def _take_pages_kernel(ring, taken, page_table, DEPTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
+    step = tl.load(taken)
+    entry = ring + step % DEPTH * (1 + 2 * CAPACITY)
+    number = tl.load(entry, volatile=True)  # the host writes it anew for every step
+    for start in range(0, number, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = at < number
+        place = tl.load(entry + 1 + at, mask=there, other=0, volatile=True)
+        page = tl.load(entry + 1 + CAPACITY + at, mask=there, other=0, volatile=True)
+        tl.store(page_table + place, page, mask=there)
+    tl.store(taken, step + 1)
 
 
 @triton.jit

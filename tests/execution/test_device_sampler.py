@@ -30,7 +30,7 @@ class Requests:
     def place(self, slot: int, params: SamplingParams, tokens: list[int], num_prompt_tokens: int) -> None:
         new = NewRow(slot, list(tokens), num_prompt_tokens, params, seed=slot + 11)
         self.rows[slot] = new
-        self.table.apply(ScheduledBatch(0, NO_DECODES, [], [new], [], []))
+        self.table.take_rows(ScheduledBatch(0, NO_DECODES, [], [new], [], []))
         self.sampler.take([new])
 
     def step(self, logits: torch.Tensor, slots: list[int]) -> tuple[list[int], list[int]]:

@@ -14,16 +14,10 @@ PARAMS = SamplingParams(temperature=0)
 def table() -> RequestTable:
     """Slot 2 holds tokens 100 to 106 on pages 5, 1 and 7 of 3 cells; slot 0 holds 200 and 201 on page 4."""
     result = RequestTable(num_slots=3, context_length=9, page_size=3, device=torch.device("cpu"), idle_page=8)
-    result.apply(
-        ScheduledBatch(
-            step=1,
-            decodes=NO_DECODES,
-            chunks=[],
-            new_rows=[NewRow(2, list(range(100, 107)), 7, PARAMS, 0), NewRow(0, [200, 201], 1, PARAMS, 5)],
-            new_pages=[NewPages(2, 0, [5, 1]), NewPages(0, 0, [4]), NewPages(2, 2, [7])],
-            page_copies=[],
-        )
-    )
+    new_rows = [NewRow(2, list(range(100, 107)), 7, PARAMS, 0), NewRow(0, [200, 201], 1, PARAMS, 5)]
+    result.take_rows(ScheduledBatch(1, NO_DECODES, [], new_rows, [], []))
+    new_pages = [NewPages(2, 0, [5, 6]), NewPages(0, 0, [4]), NewPages(2, 1, [1]), NewPages(2, 2, [7])]
+    result.write_pages(result.places_of(new_pages))  # page 6 is replaced by page 1 in the same step
     return result
 
 

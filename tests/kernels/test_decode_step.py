@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_sglang.kernels.decode_step import decode_inputs, decode_inputs_reference
+from mini_sglang.kernels.decode_step import (
+    decode_inputs,
+    decode_inputs_reference,
+    take_pages,
+    take_pages_reference,
+)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -26,3 +31,20 @@ def test_the_same_inputs_as_the_twin(device: torch.device, page_size: int) -> No
     for row, length in enumerate(want.lengths.tolist()):
         pages = -(-length // page_size)
         assert torch.equal(got.page_table[row, :pages], want.page_table[row, :pages])
+
+
+@pytest.mark.parametrize("taken", [0, 2, 7])
+@pytest.mark.parametrize("number", [0, 1, 130, 300])
+def test_the_same_pages_as_the_twin(device: torch.device, number: int, taken: int) -> None:
+    depth, capacity, generator = 3, 300, torch.Generator().manual_seed(number)
+    ring = torch.full((depth, 1 + 2 * capacity), 10**9)  # what is no part of the entry lies outside of any table
+    table = torch.randint(0, 1000, (40, 25), generator=generator)
+    entry = ring[taken % depth]
+    entry[0] = number
+    entry[1 : 1 + number] = torch.randperm(table.numel(), generator=generator)[:number]
+    entry[1 + capacity :][:number] = torch.arange(number)
+    counted, mine, theirs = torch.tensor([taken], device=device), table.to(device), table.clone()
+    take_pages(ring.pin_memory() if device.type == "cuda" else ring, counted, mine)
+    take_pages_reference(ring, torch.tensor([taken]), theirs)
+    assert mine.tolist() == theirs.tolist()
+    assert counted.tolist() == [taken + 1]
