@@ -227,29 +227,60 @@ def _grouped_matmul_kernel(
         expert = tl.load(choices + tile)
         begin = tile
         end = tile + 1
-    at_row = begin + tl.arange(0, BLOCK_ROWS)
-    there = at_row < end
-    choice = tl.load(choices + at_row, mask=there, other=0) if SORTED else at_row
-    if GATED:  # gathers tokens
-        source = choice // TOP_K
-        target = at_row
-    else:  # leaves the order of experts
-        source = at_row
-        target = choice
+    if not GATED:
         await_inputs(OVERLAP)  # only now: what was chosen was written two kernels ago
     if begin >= end:
         return
+    first_weight = expert * (2 * COLUMNS if GATED else COLUMNS) + first_column
+    # an expert's last rows often fill no half of a large tile, which then costs half
+    if BLOCK_ROWS > 64:  # noqa: SIM102  (known when compiled, the other is not)
+        if end - begin <= BLOCK_ROWS // 2:
+            _compute_tile(
+                x, weight, choices, out, begin, end, first_weight, first_column,
+                COLUMNS, DEPTH, TOP_K, GATED, SORTED, BLOCK_ROWS // 2, BLOCK_COLUMNS, BLOCK_DEPTH,
+            )  # fmt: skip
+            return
+    _compute_tile(
+        x, weight, choices, out, begin, end, first_weight, first_column,
+        COLUMNS, DEPTH, TOP_K, GATED, SORTED, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _compute_tile(
+    x,
+    weight,
+    choices,
+    out,
+    begin,
+    end,
+    first_weight,
+    first_column,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    SORTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """The rows from `begin` on, of which those before `end` are the expert's, times BLOCK_COLUMNS of its columns"""
+    at_row = begin + tl.arange(0, ROWS)
+    there = at_row < end
+    choice = tl.load(choices + at_row, mask=there, other=0) if SORTED else at_row
+    source = choice // TOP_K if GATED else at_row  # the first product gathers tokens,
+    target = at_row if GATED else choice  # the second leaves the order of experts
     at_depth = tl.arange(0, BLOCK_DEPTH)
     rows = x + source.to(tl.int64)[:, None] * DEPTH + at_depth[None, :]
-    weight_row = expert * (2 * COLUMNS if GATED else COLUMNS) + first_column
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    acc_up = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_COLUMNS], tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
         mask = there[:, None] if DEPTH % BLOCK_DEPTH == 0 else there[:, None] & (start + at_depth < DEPTH)[None, :]
         values = tl.load(rows + start, mask=mask, other=0.0)
-        acc = tl.dot(values, tl.trans(weight.load([weight_row, start])), acc, input_precision="ieee")
+        acc = tl.dot(values, tl.trans(weight.load([first_weight, start])), acc, input_precision="ieee")
         if GATED:
-            up = weight.load([weight_row + COLUMNS, start])
+            up = weight.load([first_weight + COLUMNS, start])
             acc_up = tl.dot(values, tl.trans(up), acc_up, input_precision="ieee")
     if GATED:
         acc = acc * tl.sigmoid(acc) * acc_up
