@@ -19,7 +19,7 @@ TEXT = "Hello there, dear friend."
 
 def metric(text: str, name: str) -> float:
     """The value of one line of Prometheus' text format."""
-    [line] = [line for line in text.splitlines() if line.startswith(f"mini_sglang_{name} ")]
+    [line] = [line for line in text.splitlines() if line.startswith(f"mini_sglang:{name}")]
     return float(line.rpartition(" ")[2])
 
 
