@@ -35,7 +35,7 @@ def explain(path: Path, *, json_path: Path | None, plot_path: Path | None, windo
         json_path.write_text(json.dumps(figures(history), indent=1) + "\n")
     if plot_path is not None:
         plot_path.write_text(draw(history, window))
-        console.print(f"time line: {plot_path}")
+        console.print(f"time line: {plot_path}", soft_wrap=True)
 
 
 def time_by_place(history: History) -> dict[str, int]:
