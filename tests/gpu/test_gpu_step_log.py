@@ -16,11 +16,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_steps_have_a_device_time_that_fits_into_their_own(
-    running: Any, write_checkpoint: Any, tmp_path: Path, run_ahead: int
+    tiny_model: Any, on_gpu: Any, tmp_path: Path, run_ahead: int
 ) -> None:
     path = tmp_path / "steps.jsonl"
-    settings = {"device": "cuda", "dtype": "bfloat16", "run_ahead": run_ahead, "step_log": str(path)}
-    with running(write_checkpoint(head_dim=64).path, num_pages=64, **settings) as engine:
+    with on_gpu(tiny_model.path, dtype="bfloat16", run_ahead=run_ahead, step_log=str(path)) as engine:
         for index in range(4):
             params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
             engine.add_request(str(index), list(range(5, 40 + index)), params)
@@ -33,9 +32,8 @@ def test_steps_have_a_device_time_that_fits_into_their_own(
         assert 0 < step.device_us <= step.read_us - step.at_us
 
 
-def test_a_trace_has_kernels(running: Any, write_checkpoint: Any, tmp_path: Path) -> None:
-    settings = {"device": "cuda", "dtype": "bfloat16", "profile_dir": str(tmp_path)}
-    with running(write_checkpoint(head_dim=64).path, num_pages=64, **settings) as engine:
+def test_a_trace_has_kernels(tiny_model: Any, on_gpu: Any, tmp_path: Path) -> None:
+    with on_gpu(tiny_model.path, dtype="bfloat16", profile_dir=str(tmp_path)) as engine:
         engine.start_trace()
         engine.add_request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=5))
         while engine.has_work:
@@ -46,10 +44,8 @@ def test_a_trace_has_kernels(running: Any, write_checkpoint: Any, tmp_path: Path
 
 
 def test_without_a_log_no_event_measures_time(
-    running: Any, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, on_gpu: Any, generate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(write_checkpoint(head_dim=64).path, num_pages=64, device="cuda", dtype="bfloat16") as engine:
+    with on_gpu(tiny_model.path, dtype="bfloat16") as engine:
         monkeypatch.setattr(torch.cuda.Event, "elapsed_time", None)
-        engine.add_request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=5))
-        while engine.has_work:
-            engine.step()
+        assert len(generate(engine, [[5, 6, 7]], num_tokens=5)[0]) == 5
