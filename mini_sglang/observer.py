@@ -150,7 +150,10 @@ class EngineObserver:
             raise ValueError("profile_dir must be set for traces: start the engine with --profile-dir DIR")
         if self.tracer is not None:
             raise ValueError("a trace is being made already: stop it first")
-        self.tracer, self._steps_to_trace = Tracer(self._profile_dir), num_steps
+        try:
+            self.tracer, self._steps_to_trace = Tracer(self._profile_dir), num_steps
+        except RuntimeError as error:  # somebody else uses PyTorch's profiler in this process
+            raise ValueError(f"the profiler cannot start: {error}") from error
         self._phase.tracer = self.tracer
 
     def stop_trace(self) -> str:
@@ -174,9 +177,9 @@ class EngineObserver:
             try:
                 tracer.stop()
                 self._trace = tracer.path
-            except OSError as error:  # whoever asks for the trace gets it; the engine goes on
+            except (OSError, RuntimeError) as error:  # whoever asks for the trace gets it; the engine goes on
                 logger.error("the trace cannot be written: %s", error)
-                self._trace = error
+                self._trace = OSError(f"the trace cannot be written: {error}")
 
     def close(self) -> None:
         """Write what is left of the log, and a trace that is being made."""

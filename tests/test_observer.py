@@ -74,3 +74,20 @@ def test_a_trace_may_begin_and_end_between_any_steps(running: Any, write_checkpo
 def test_without_a_folder_there_is_no_trace(running: Any, write_checkpoint: Any) -> None:
     with running(write_checkpoint().path) as engine, pytest.raises(ValueError, match="profile_dir"):
         engine.start_trace()
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_of_who_asks_for_it(
+    running: Any, write_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "traces"
+    with running(write_checkpoint().path, profile_dir=str(folder)) as engine:
+        engine.start_trace(num_steps=2)
+        folder.rmdir()
+        engine.add_request("a", [5, 6, 7], GREEDY)
+        assert sum(len(output.token_ids) for output in run(engine)) == 6
+        with pytest.raises(OSError, match="cannot be written"):
+            engine.stop_trace()
+    (tmp_path / "file").touch()
+    settings = {"profile_dir": str(tmp_path / "file")}
+    with running(write_checkpoint().path, **settings) as engine, pytest.raises(OSError, match="file"):
+        engine.start_trace()
