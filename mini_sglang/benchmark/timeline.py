@@ -30,7 +30,7 @@ _LEGEND = {
     "pages": "pages in use",
 }
 _END_COLOURS = {"stop": "#222222", "length": "#222222", "abort": "#999999", "error": "#d62728"}
-_ID_LENGTH = 24
+_ID_LENGTH = 20
 
 
 def draw(history: History, window: Window = (0.0, None), max_lanes: int = 200) -> str:
@@ -130,14 +130,17 @@ def _tokens_panel(history: History, scale: _Scale, top: float) -> Iterator[str]:
 def _pages_panel(history: History, scale: _Scale, top: float) -> Iterator[str]:
     num_pages = int(history.header.config["num_pages"])
     yield _panel_label("pages in use", num_pages, top)
-    points, column = [f"{_LEFT:.1f},{top + _PANEL:.1f}"], -1
+    bottom = top + _PANEL
+    points, column, drawn_to = [f"{_LEFT:.1f},{bottom:.1f}"], -1, float(_LEFT)
     for timed in history.steps:
-        x = scale.x(timed.start_us)
+        x, right = scale.x(timed.start_us), scale.x(timed.end_us)
         if scale.shows(timed.start_us, timed.end_us) and int(x) != column:
-            column = int(x)
-            y = top + _PANEL * (1 - timed.step.used_pages / num_pages)
-            points += [f"{x:.1f},{y:.1f}", f"{scale.x(timed.end_us):.1f},{y:.1f}"]
-    points.append(f"{scale.x(min(history.steps[-1].end_us, scale.end_us)):.1f},{top + _PANEL:.1f}")
+            if x - drawn_to > 1:  # nothing ran in between
+                points += [f"{drawn_to:.1f},{bottom:.1f}", f"{x:.1f},{bottom:.1f}"]
+            y = bottom - _PANEL * timed.step.used_pages / num_pages
+            points += [f"{x:.1f},{y:.1f}", f"{right:.1f},{y:.1f}"]
+            column, drawn_to = int(x), right
+    points.append(f"{drawn_to:.1f},{bottom:.1f}")
     yield f'<polygon points="{" ".join(points)}" fill="{_COLOURS["pages"]}"/>'
 
 
