@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 import msgspec
@@ -43,8 +43,11 @@ from mini_sglang.messages import (
     Ready,
     RequestRejected,
     Shutdown,
+    StartTrace,
     Stats,
+    StopTrace,
     ToEngine,
+    Trace,
     decode_from_engine,
     encode,
 )
@@ -57,9 +60,10 @@ from mini_sglang.weights.hub import resolve_model
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", Pong, Stats, CacheFlushed)
+Answer = TypeVar("Answer", Pong, Stats, CacheFlushed, Trace)
 
 CALL_TIMEOUT_S = 5.0  # an engine that does not answer a ping for so long counts as stuck
+TRACE_TIMEOUT_S = 120.0  # a long trace takes long to write
 
 
 class EngineDeadError(RuntimeError):
@@ -134,7 +138,7 @@ class AsyncEngine:
         self._context = context
         self._socket = socket
         self._streams: dict[str, _Stream] = {}  # by the id used on the wire, which is never used twice
-        self._calls: dict[int, asyncio.Future[Pong | Stats | CacheFlushed]] = {}
+        self._calls: dict[int, asyncio.Future[Pong | Stats | CacheFlushed | Trace]] = {}
         self._counter = itertools.count()
         self._error: EngineDeadError | None = None
         self._closing = False
@@ -234,6 +238,23 @@ class AsyncEngine:
         """Drop the cached pages that no request uses; returns how many. Raises TimeoutError."""
         return (await self._call(FlushCache, CacheFlushed, timeout)).num_pages
 
+    async def start_trace(self, num_steps: int | None = None) -> None:
+        """Trace the engine process until `stop_trace`, or for `num_steps` steps.
+
+        Raises ValueError if there is no `profile_dir`, a trace is being made already or the folder is no good;
+        TimeoutError.
+        """
+        answer = await self._call(lambda call_id: StartTrace(call_id, num_steps), Trace, TRACE_TIMEOUT_S)
+        if answer.error is not None:
+            raise ValueError(answer.error)
+
+    async def stop_trace(self) -> str:
+        """End the trace; returns the path of its file. Raises ValueError if there is none, TimeoutError."""
+        answer = await self._call(StopTrace, Trace, TRACE_TIMEOUT_S)
+        if answer.path is None:
+            raise ValueError(answer.error)
+        return answer.path
+
     async def wait_dead(self) -> EngineDeadError:
         """Wait until the engine process has ended without being asked to; returns why."""
         await self._dead.wait()
@@ -272,7 +293,7 @@ class AsyncEngine:
             case RequestRejected(wire_id, error):
                 if (stream := self._streams.pop(wire_id, None)) is not None:
                     stream.mailbox.fail(ValueError(error))
-            case Pong(call_id) | Stats(call_id) | CacheFlushed(call_id):
+            case Pong(call_id) | Stats(call_id) | CacheFlushed(call_id) | Trace(call_id):
                 call = self._calls.get(call_id)
                 if call is not None and not call.done():
                     call.set_result(message)
@@ -323,7 +344,7 @@ class AsyncEngine:
         if self._error is not None:
             raise self._error
 
-    async def _call(self, question: type[Ping | GetStats | FlushCache], answer: type[Answer], timeout: float) -> Answer:
+    async def _call(self, question: Callable[[int], ToEngine], answer: type[Answer], timeout: float) -> Answer:
         self._check_alive()
         call_id = next(self._counter)
         call = self._calls[call_id] = asyncio.get_running_loop().create_future()

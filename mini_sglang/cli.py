@@ -135,6 +135,13 @@ def bench_kernels(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench_explain(options: argparse.Namespace) -> int:
+    from mini_sglang.benchmark.explain import explain
+
+    explain(options.file, json_path=options.json, plot_path=options.plot, window=(options.start, options.end))
+    return 0
+
+
 def _bench_output(options: argparse.Namespace) -> Output:
     from mini_sglang.benchmark.commands import Output
 
@@ -188,7 +195,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """`bench offline | latency | kernels`, on random weights unless --load-format says otherwise."""
+    """`bench offline | latency | kernels | explain`, on random weights unless --load-format says otherwise."""
     help = "measure speed and set it against the hardware's ceilings"
     parser = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
     benches = parser.add_subparsers(metavar="WHAT", required=True)
@@ -211,6 +218,13 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_bench_output(command)
     fields = {"model", "model_source", "revision", "load_format", "dtype", "page_size"}
     _add_fields(command, EngineConfig, "engine", only=fields, defaults=dummy)
+
+    command = _add_command(benches, bench_explain, "where the time went, from a log that --step-log has written")
+    command.add_argument("file", type=Path, metavar="FILE", help="the log; it may still be growing")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the time line there, as .svg")
+    command.add_argument("--start", type=float, default=0.0, metavar="S", help="second that it begins at (default: 0)")
+    command.add_argument("--end", type=float, metavar="S", help="second that it ends at (default: the log's last)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
 
 
 def _add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:

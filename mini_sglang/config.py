@@ -62,6 +62,9 @@ class EngineConfig:
     node_rank: int = _option(0, "which node this is; 0 schedules and serves, the others lend their devices")
     dist_init_addr: str | None = _option(None, "HOST:PORT of node 0 where the nodes meet, in a network that is trusted")
 
+    step_log: str | None = _option(None, "file to log every step to, as JSON lines, for mini-sglang bench explain")
+    profile_dir: str | None = _option(None, "folder for traces of /start_profile; none: there can be no traces")
+
     def __post_init__(self) -> None:
         for name in ("page_size", "kv_cache_bytes", "tp", "nnodes"):
             _at_least(name, getattr(self, name), 1)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.executor import Executor, StepHandle, is_lost
 from mini_sglang.grammar_masks import GrammarMasks
+from mini_sglang.observer import EngineObserver
 from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
+from mini_sglang.step_log import StepLog
 from mini_sglang.structured_output import GrammarCompiler, Vocabulary
 from mini_sglang.weights.hub import ModelSource
 
@@ -36,6 +39,8 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
+        log = None if config.step_log is None else StepLog(config.step_log)  # a wrong path is known before loading
+        self._observer = EngineObserver(log, config.profile_dir)
         self.executor = Executor(config)
         self.config = self.executor.config
         self.model_config = self.executor.model_config
@@ -46,6 +51,7 @@ class Engine:
         model = self.model_config
         load = partial(_load_compiler, self.executor.source, tokenizer, model.vocab_size, model.eos_token_ids)
         self._masks = GrammarMasks(load)
+        self._observer.started(asdict(self.config))
 
     def add_request(
         self,
@@ -77,6 +83,7 @@ class Engine:
             seed=seed,
         )
         self.scheduler.add(request)
+        self._observer.arrived(request_id, len(prompt_ids))
         if request.is_constrained:
             self._masks.add(request_id, params, request.max_num_tokens - len(prompt_ids))
 
@@ -89,6 +96,7 @@ class Engine:
         """End a request at once, wherever it stands; an unknown id is ignored, since it may just have ended."""
         self.scheduler.abort(request_id, reason)
         self._masks.drop(request_id)
+        self._observer.ended(request_id, reason)
 
     def step(self) -> StepOutputs:
         """Launch the next step if there is one, then read the oldest step that is due.
@@ -99,24 +107,33 @@ class Engine:
         outputs = self._launch_and_read()
         if self._masks:
             self._advance_masks(outputs)
-        if not ended:
-            return outputs
-        return StepOutputs(outputs.request_ids, outputs.token_ids, [*ended, *outputs.others])
+        if ended:
+            outputs = StepOutputs(outputs.request_ids, outputs.token_ids, [*ended, *outputs.others])
+        self._observer.gave(outputs.others)
+        return outputs
 
     def _launch_and_read(self) -> StepOutputs:
-        batch = self.scheduler.schedule()
+        observer = self._observer
+        with observer.phase("schedule", self.scheduler.next_step):
+            batch = self.scheduler.schedule()
         if batch is not None:
+            observer.scheduled(batch, self.scheduler)
             try:
-                self._inflight.append((batch, self.executor.launch(batch)))
+                with observer.phase("launch", batch.step):
+                    self._inflight.append((batch, self.executor.launch(batch)))
             except Exception as error:  # a failed step must not take the engine down with the other requests
                 return self._fail(batch, error)
         if self._inflight and (batch is None or len(self._inflight) > self._run_ahead):
             batch, handle = self._inflight.popleft()
             try:
-                result = handle.result()
+                with observer.phase("wait", batch.step):
+                    result = handle.result()
             except Exception as error:
                 return self._fail(batch, error)
-            return self.scheduler.update(batch, result)
+            with observer.phase("update", batch.step):
+                outputs = self.scheduler.update(batch, result)
+            observer.read(batch, handle.device_us)
+            return outputs
         if self._masks:
             self._masks.wait(_MASK_WAIT_S)
         return StepOutputs()
@@ -143,6 +160,7 @@ class Engine:
                     self._masks.advance(output.request_id, token_id)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:
+        self._observer.read(batch, error=f"{type(error).__name__}: {error}")
         if is_lost(error):
             raise error
         logger.exception("step %d failed", batch.step, exc_info=error)
@@ -168,11 +186,26 @@ class Engine:
         """Drop every cached page that no running request holds; returns how many."""
         return self.scheduler.flush_cache()
 
+    def start_trace(self, num_steps: int | None = None) -> None:
+        """Trace this process (rank 0) until `stop_trace`, or for `num_steps` steps, into a file in `profile_dir`.
+
+        Raises ValueError without `profile_dir` or while a trace is being made, OSError if the folder cannot be made.
+        """
+        self._observer.start_trace(num_steps)
+
+    def stop_trace(self) -> str:
+        """End the trace, unless it has ended by itself; returns the path of its file, in Chrome's format.
+
+        Raises ValueError if none was started, OSError if it could not be written.
+        """
+        return self._observer.stop_trace()
+
     def close(self) -> None:
         """Release the model and the pool. The engine cannot be used afterwards."""
         self._inflight.clear()
         self._masks.close()
         self.executor.close()
+        self._observer.close()
 
 
 def _load_compiler(

@@ -32,8 +32,11 @@ from mini_sglang.messages import (
     Ready,
     RequestRejected,
     Shutdown,
+    StartTrace,
     Stats,
+    StopTrace,
     ToEngine,
+    Trace,
     decode_to_engine,
     encode,
 )
@@ -127,6 +130,8 @@ class EngineLoop:
                 self._send(Stats(call_id, self._engine.stats()))
             case FlushCache(call_id):
                 self._send(CacheFlushed(call_id, self._engine.flush_cache()))
+            case StartTrace() | StopTrace():
+                self._send(self._trace(message))
 
     def _add(self, message: AddRequest) -> None:
         try:
@@ -139,6 +144,15 @@ class EngineLoop:
             )
         except ValueError as error:  # this request is wrong; the others go on
             self._send(RequestRejected(message.request_id, str(error)))
+
+    def _trace(self, message: StartTrace | StopTrace) -> Trace:
+        try:
+            if isinstance(message, StopTrace):
+                return Trace(message.call_id, path=self._engine.stop_trace())
+            self._engine.start_trace(message.num_steps)
+            return Trace(message.call_id)
+        except (ValueError, OSError) as error:
+            return Trace(message.call_id, error=str(error))
 
     def _send(self, message: FromEngine) -> None:
         # Blocks at the socket's high-water mark: an API process that cannot follow slows the engine, not fills memory.
@@ -163,6 +177,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         max_running_requests=config.max_running_requests,
         eos_token_ids=sorted(model.eos_token_ids),
         pid=os.getpid(),
+        config=config,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mini_sglang.config import EngineConfig
 from mini_sglang.request import FinishReason, SamplingParams, StepOutputs
 from mini_sglang.scheduling.scheduler import SchedulerStats
 
@@ -26,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int
     eos_token_ids: list[int]
     pid: int
+    config: EngineConfig  # every `auto` resolved
 
     @property
     def kv_pool_tokens(self) -> int:
@@ -55,6 +57,15 @@ class GetStats(msgspec.Struct, tag=True):
 
 
 class FlushCache(msgspec.Struct, tag=True):
+    call_id: int
+
+
+class StartTrace(msgspec.Struct, tag=True):
+    call_id: int
+    num_steps: int | None = None  # None: until StopTrace
+
+
+class StopTrace(msgspec.Struct, tag=True):
     call_id: int
 
 
@@ -95,6 +106,14 @@ class CacheFlushed(msgspec.Struct, tag=True):
     num_pages: int
 
 
+class Trace(msgspec.Struct, tag=True):
+    """Answers StartTrace and StopTrace. `path` of the file that was written by the latter, or why there is none."""
+
+    call_id: int
+    path: str | None = None
+    error: str | None = None
+
+
 class Fatal(msgspec.Struct, tag=True):
     """The last message of an engine that cannot go on. `is_setting`: the configuration is wrong, nothing is broken."""
 
@@ -102,8 +121,8 @@ class Fatal(msgspec.Struct, tag=True):
     is_setting: bool = False
 
 
-ToEngine = AddRequest | AbortRequest | Ping | GetStats | FlushCache | Shutdown
-FromEngine = Ready | Outputs | RequestRejected | Pong | Stats | CacheFlushed | Fatal
+ToEngine = AddRequest | AbortRequest | Ping | GetStats | FlushCache | StartTrace | StopTrace | Shutdown
+FromEngine = Ready | Outputs | RequestRejected | Pong | Stats | CacheFlushed | Trace | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -6,6 +6,8 @@ not know the engine: when a stop string ends a request, the caller tells the eng
 
 from __future__ import annotations
 
+import time
+
 from mini_sglang.detokenizer import IncrementalDetokenizer, StopChecker
 from mini_sglang.request import FinishReason, GeneratedTokens, RequestOutput, SamplingParams, TokenOutput, Usage
 from mini_sglang.tokenizer import Tokenizer
@@ -23,6 +25,7 @@ class OutputProcessor:
         self._error: str | None = None
         self._error_param: str | None = None
         self._num_cached_tokens = 0
+        self._queued_s: float | None = None
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, shown_ids=params.shown_special_ids
         )
@@ -39,6 +42,8 @@ class OutputProcessor:
         if self.finish_reason is not None:
             return self._snapshot("", 0)
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.queued_s is not None:
+            self._queued_s = output.queued_s
         if output.prompt_logprobs is not None:
             self._generated.prompt_logprobs = output.prompt_logprobs
         num_before = len(self._generated.token_ids)
@@ -53,9 +58,10 @@ class OutputProcessor:
 
     def _add_tokens(self, output: TokenOutput) -> str:
         """Take tokens up to the end of a stop string; returns the text that they made visible."""
-        pieces = []
+        pieces, now = [], time.perf_counter()
         for index, token_id in enumerate(output.token_ids):
             self._generated.token_ids.append(token_id)
+            self._generated.token_times.append(now)
             if self._generated.logprobs is not None and output.logprobs is not None:
                 self._generated.logprobs.append(output.logprobs[index])
             if not self._is_silent_end(output, index):
@@ -95,6 +101,7 @@ class OutputProcessor:
             text_delta=text_delta,
             num_new_tokens=num_new_tokens,
             finish_reason=self.finish_reason,
+            queued_s=self._queued_s,
             stop_reason=self._stop_reason,
             error=self._error,
             error_param=self._error_param,

@@ -339,6 +339,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the end token that ended the request; it is the last of token_ids
     num_cached_tokens: int = 0  # said with the first token, and later whenever the output is one of `others`
+    queued_s: float | None = None  # with the first token: seconds from when it came to its first step
     error: str | None = None  # set when finish_reason is ERROR
     error_param: str | None = None  # the field of the request that is at fault, if one is
 
@@ -385,6 +386,7 @@ class GeneratedTokens:
     """All that one request has generated, in append-only lists. Its RequestOutputs are views of beginnings of these."""
 
     token_ids: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)  # when each of token_ids came, on time.perf_counter's clock
     logprobs: list[TokenLogprobs] | None = None  # one per token id; None: not asked for
     prompt_logprobs: list[TokenLogprobs] | None = None
     text_pieces: list[str] = field(default_factory=list)
@@ -406,6 +408,7 @@ class RequestOutput:
     text_delta: str = ""
     num_new_tokens: int = 0  # how many of token_ids (and logprobs) the latest step added
     finish_reason: FinishReason | None = None
+    queued_s: float | None = None  # seconds that the engine let the request wait before its first step; None: until now
     stop_reason: str | int | None = None  # the stop string or the one of `stop_token_ids` that ended the request
     error: str | None = None
     error_param: str | None = None  # the field of the request that is at fault, if one is
@@ -441,6 +444,11 @@ class RequestOutput:
     @property
     def new_token_ids(self) -> list[int]:
         return self.generated.token_ids[self._first_new : self.usage.completion_tokens]
+
+    @property
+    def new_token_times(self) -> list[float]:
+        """When each of `new_token_ids` came, on the clock of time.perf_counter."""
+        return self.generated.token_times[self._first_new : self.usage.completion_tokens]
 
     @property
     def new_logprobs(self) -> list[TokenLogprobs] | None:

@@ -39,6 +39,9 @@ ALLOWED: dict[str, set[str]] = {
         "lifetime",
     },
     "tokenizer": {"weights.hub", "weights.gguf_file", "weights.gguf_tokenizer", "weights.model_config"},
+    "step_log": {"request"},
+    "profiler": set(),
+    "observer": {"profiler", "request", "scheduling", "step_log"},
     "grammar_ending": set(),
     "structured_output": {"grammar_ending", "request", "tokenizer"},
     "grammar_masks": {"structured_output", "request"},
@@ -51,6 +54,8 @@ ALLOWED: dict[str, set[str]] = {
         "scheduling",
         "execution",
         "grammar_masks",
+        "observer",
+        "step_log",
         "structured_output",
         "tokenizer",
         "weights.hub",
@@ -71,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
     "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
     "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
-    "benchmark": {"engine", "config", "request", "models.config", "weights", "attention", "kernels"},
+    "benchmark": {"engine", "config", "request", "models.config", "weights", "attention", "kernels", "step_log"},
     "server": {
         "scheduling.scheduler",
         "async_engine",
@@ -88,7 +93,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 TORCH_FREE = [
     *("request", "config", "scheduling", "detokenizer", "messages", "server"),
-    *("structured_output", "grammar_ending", "grammar_masks", "grammar_check"),
+    *("structured_output", "grammar_ending", "grammar_masks", "grammar_check", "step_log"),
 ]
 
 

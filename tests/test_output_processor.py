@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mini_sglang.async_engine import merge_outputs
 from mini_sglang.output_processor import OutputProcessor
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, TokenOutput
 from mini_sglang.tokenizer import Tokenizer
@@ -56,6 +57,14 @@ def test_deltas_join_to_the_text_and_new_tokens_to_all_tokens(builtin_tokenizer:
     assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (5, 3)
     assert last.finish_reason is FinishReason.LENGTH
     assert last.stop_reason is None
+
+
+def test_each_token_keeps_its_time_however_late_it_is_fetched(builtin_tokenizer: Tokenizer) -> None:
+    outputs = feed(builtin_tokenizer, SamplingParams(), builtin_tokenizer.encode(TEXT)[:5])
+    times = [output.new_token_times[0] for output in outputs]
+    assert times == sorted(times)
+    fetched_late = merge_outputs(merge_outputs(outputs[1], outputs[2]), outputs[3])
+    assert fetched_late.new_token_times == times[1:4]
 
 
 def test_an_output_stays_as_it_was_when_later_ones_follow(builtin_tokenizer: Tokenizer) -> None:

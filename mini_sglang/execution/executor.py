@@ -30,24 +30,27 @@ class _Landing(NamedTuple):
 
     token_ids: torch.Tensor  # [most rows] int64, pinned
     arrived: torch.cuda.Event
+    started: torch.cuda.Event | None  # in front of the step, where steps are timed
 
 
 class StepHandle:
     """A launched step."""
 
-    def __init__(self, sampled: Sampled, landings: list[_Landing], max_rows: int, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, sampled: Sampled, landing: _Landing | None, landings: list[_Landing], ranks: Ranks | None = None
+    ) -> None:
+        self.device_us: int | None = None  # known with the result, where steps are timed
         self._ranks = ranks
         self._logprobs = sampled.logprobs
         self._prompt_logprobs = sampled.prompt_logprobs
         self._token_ids = sampled.token_ids
         self._landings = landings  # those that are free
-        self._landing: _Landing | None = None
+        self._landing = landing
         self._result: StepResult | None = None
-        if sampled.token_ids.is_cuda:
-            self._landing = landings.pop() if landings else _new_landing(max_rows)
-            self._token_ids = self._landing.token_ids[: len(sampled.token_ids)]
+        if landing is not None:
+            self._token_ids = landing.token_ids[: len(sampled.token_ids)]
             self._token_ids.copy_(sampled.token_ids, non_blocking=True)
-            self._landing.arrived.record()
+            landing.arrived.record()
 
     def result(self) -> StepResult:
         """What the step sampled; the first call waits for it."""
@@ -56,6 +59,7 @@ class StepHandle:
                 self._wait_for(self._landing.arrived)
             self._result = StepResult(self._token_ids.tolist(), self._logprobs, self._prompt_logprobs)
             if self._landing is not None:  # read, so the next step may have it
+                self.device_us = _elapsed_us(self._landing)
                 self._landings.append(self._landing)
         return self._result
 
@@ -68,8 +72,9 @@ class StepHandle:
                 self._ranks.check()
 
 
-def _new_landing(max_rows: int) -> _Landing:
-    return _Landing(torch.empty(max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+def _elapsed_us(landing: _Landing) -> int | None:
+    """Between the two events, both of which have happened: nothing is waited for."""
+    return None if landing.started is None else round(landing.started.elapsed_time(landing.arrived) * 1000)
 
 
 def is_lost(error: Exception) -> bool:
@@ -99,7 +104,7 @@ class Executor:
         self.source, model_config = find_model(config)
         self.config = resolve(config, model_config, self.source)
         self._max_rows = resolved(self.config.max_running_requests)
-        self._landings: list[_Landing] = []
+        self._landings: list[_Landing] = []  # that are free
         self._ranks = _start_ranks(self.config) if self.config.tp > 1 else None
         try:
             with self._together():
@@ -114,11 +119,25 @@ class Executor:
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start a step. On a CPU it has finished when this returns, on a GPU it has been queued."""
+        landing = None if self.config.device == "cpu" else self._take_landing()
         if self._ranks is None:
-            return StepHandle(self._rank.run(batch), self._landings, self._max_rows)
+            return StepHandle(self._rank.run(batch), landing, self._landings)
         with self._ranks.step():
             self._ranks.order(batch)
-            return StepHandle(self._rank.run(batch), self._landings, self._max_rows, self._ranks)
+            return StepHandle(self._rank.run(batch), landing, self._landings, self._ranks)
+
+    def _take_landing(self) -> _Landing:
+        """One for the step that is launched next."""
+        if self._landings:
+            landing = self._landings.pop()
+        else:
+            timed = self.config.step_log is not None
+            token_ids = torch.empty(self._max_rows, dtype=torch.int64, pin_memory=True)
+            started = torch.cuda.Event(enable_timing=True) if timed else None
+            landing = _Landing(token_ids, torch.cuda.Event(enable_timing=timed), started)
+        if landing.started is not None:
+            landing.started.record()
+        return landing
 
     def check(self) -> None:
         """Raise RankError if another rank has failed."""

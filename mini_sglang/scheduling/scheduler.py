@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -69,6 +69,14 @@ class _Counters(msgspec.Struct):
     steps: int = 0
 
 
+class StepNames(NamedTuple):
+    """Whom a step is about, by request id."""
+
+    decodes: tuple[str, ...]  # row by row; the same object as long as they are the same
+    chunks: list[str]
+    preempted: list[str]  # since the step before
+
+
 @dataclass(slots=True)
 class _Launched:
     """A step that was launched and not read: whose tokens its rows will bring."""
@@ -76,6 +84,7 @@ class _Launched:
     batch: ScheduledBatch
     members: Members  # of batch.decodes
     chunks: list[Request]  # of batch.chunks
+    preempted: list[str]  # ids of requests that were, since the step before
     departed: list[Request] = field(default_factory=list)  # members that have left the group since
 
     @property
@@ -108,6 +117,7 @@ class Scheduler:
         self._launched: deque[_Launched] = deque()
         self.num_slots = _known("max_running_requests", config.max_running_requests)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._preempted: list[str] = []  # ids, since the last step that was scheduled
         self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
@@ -195,6 +205,7 @@ class Scheduler:
         self._stop_running(request)
         request.status = RequestStatus.WAITING
         self._counters.preemptions += 1
+        self._preempted.append(request.request_id)
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
@@ -413,7 +424,8 @@ class Scheduler:
             self._is_full = False  # what a chunk has computed may be what a waiting request begins with
         members = self._decoding.members
         batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies, masks)
-        self._launched.append(_Launched(batch, members, list(plan)))
+        self._launched.append(_Launched(batch, members, list(plan), self._preempted))
+        self._preempted = []
         for request in self._decoding.take_ending(step):
             self._fall_behind(request)
         return batch
@@ -540,6 +552,17 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request has not ended, or any launched step was not read."""
         return bool(self._requests or self._launched)
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that is scheduled next."""
+        return self._counters.steps + 1
+
+    def latest_names(self) -> StepNames:
+        """Whom the step is about that was scheduled last, and not read yet."""
+        launched = self._launched[-1]
+        chunks = [request.request_id for request in launched.chunks]
+        return StepNames(launched.members.request_ids, chunks, launched.preempted)
 
     def stats(self) -> SchedulerStats:
         """Figures of this moment; O(1)."""

@@ -49,6 +49,10 @@ class ServingEngine(Protocol):
 
     async def flush_cache(self) -> int: ...
 
+    async def start_trace(self, num_steps: int | None = None) -> None: ...
+
+    async def stop_trace(self) -> str: ...
+
 
 @dataclass(frozen=True)
 class ServerContext:
@@ -57,11 +61,14 @@ class ServerContext:
     engine: ServingEngine
     tokenizer: Tokenizer
     config: ServerConfig
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
     jobs: dict[str, list[str]] = field(default_factory=dict)  # under way: the engine's request ids by the job's id
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waits: set[asyncio.Timeout] = field(default_factory=set)  # for the rest of a body
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
+
+    @functools.cached_property
+    def metrics(self) -> ServerMetrics:
+        return ServerMetrics(self.model_name)
 
     @functools.cached_property
     def dialect(self) -> Dialect:

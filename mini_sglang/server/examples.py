@@ -49,4 +49,5 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     "TokenizeBody": {"A text": {"prompt": "Hello there"}, "A conversation": {"messages": _QUESTION["messages"]}},
     "DetokenizeBody": {"Token ids": {"tokens": [19556, 665]}},
     "AbortBody": {"A request": {"request_id": "gen-1"}},
+    "ProfileBody": {"A few steps": {"num_steps": 20}, "Until /stop_profile": {}},
 }

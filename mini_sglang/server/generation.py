@@ -274,15 +274,17 @@ async def _run_choices(context: ServerContext, job: Job) -> AsyncGenerator[tuple
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run_choice(context: ServerContext, job: Job, choice: int) -> AsyncGenerator[RequestOutput, None]:
-    outputs = context.metrics.watch(
-        context.engine.generate(
-            job.prompt_of(choice),
-            job.params[choice],
-            request_id=job.request_id(choice),
-            cache_salt=job.cache_salt,
-            priority=job.priority,
-        )
+def _run_choice(context: ServerContext, job: Job, choice: int) -> AsyncGenerator[RequestOutput, None]:
+    return context.metrics.watch(_answer(context, job, choice))
+
+
+async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerator[RequestOutput, None]:
+    outputs = context.engine.generate(
+        job.prompt_of(choice),
+        job.params[choice],
+        request_id=job.request_id(choice),
+        cache_salt=job.cache_salt,
+        priority=job.priority,
     )
     try:
         async with contextlib.aclosing(outputs):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
@@ -20,12 +22,14 @@ from mini_sglang.server.errors import ApiError, invalid
 from mini_sglang.server.generation import Job, collect, encode_messages, encode_prompts, make_job, off_loop, run_job
 from mini_sglang.server.metrics import CONTENT_TYPE
 from mini_sglang.server.openai_format import Json, finite, usage_json
-from mini_sglang.server.protocol import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody, parse_prompt
+from mini_sglang.server.protocol import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody, parse_prompt
 from mini_sglang.server.request_body import check_body, read_body, read_object, takes
 from mini_sglang.server.sglang_protocol import NATIVE_FIELDS, SglangBody
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 Answer = TypeVar("Answer")
+
+_SECRETS = ("api_key", "ssl_keyfile")
 
 router = APIRouter(tags=["mini-sglang"])
 open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
@@ -139,18 +143,48 @@ async def abort(request: Request) -> Json:
     return {"aborted": sum(context.engine.abort(name) for name in choices)}
 
 
+@router.post("/start_profile", openapi_extra=takes(ProfileBody, required=False))
+async def start_profile(request: Request) -> Json:
+    """Trace the engine process: its steps' phases, PyTorch's operations, and on a GPU its kernels.
+
+    Needs `--profile-dir`. One trace at a time; it slows the engine down while it is made, and halts it while it is
+    written.
+    """
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    body = await read_body(request, ProfileBody) if has_body else ProfileBody()
+    await _profile(context_of(request).engine.start_trace(body.num_steps))
+    return {"profiling": True}
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> Json:
+    """End the trace, unless its steps are over; `trace` is the path of its file, for Perfetto or chrome://tracing."""
+    return {"profiling": False, "trace": await _profile(context_of(request).engine.stop_trace())}
+
+
+async def _profile(answer: Awaitable[Answer]) -> Answer:
+    try:
+        return await _ask_engine(answer)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="no_profile") from None
+
+
 @router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)  # SGLang's older name
 async def server_info(request: Request) -> Response:
-    """What is served, how it was set up, and where the engine stands."""
+    """What is served, with all settings but the keys, and where the engine stands."""
     context = context_of(request)
     stats = await _ask_engine(context.engine.stats())
+    server = {name: value for name, value in dataclasses.asdict(context.config).items() if name not in _SECRETS}
     answer = {
         "version": mini_sglang.__version__,
         "model": context.model_name,
         "engine": context.engine.info,
         "stats": stats,
         "internal_states": [stats],  # where SGLang's load generator looks
+        "uptime_s": round(time.time() - context.created, 3),
+        "requests": sorted(context.jobs),  # ids of those under way
+        "server": server,
         "max_waiting_requests": context.config.max_waiting_requests,
         "max_body_bytes": context.config.max_body_bytes,
     }

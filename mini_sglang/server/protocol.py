@@ -505,7 +505,13 @@ class AbortBody(Body):
     request_id: str
 
 
-ROUTE_BODIES = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
+class ProfileBody(Body):
+    """POST /start_profile: with `num_steps` the trace ends by itself, else with /stop_profile."""
+
+    num_steps: Annotated[int, Field(ge=1)] | None = None
+
+
+ROUTE_BODIES = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody, ProfileBody)
 
 _SAMPLING_FIELDS = (
     "min_tokens",

@@ -28,11 +28,11 @@ _MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
 SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def takes(*models: type[BaseModel]) -> dict[str, Any]:
+def takes(*models: type[BaseModel], required: bool = True) -> dict[str, Any]:
     """`openapi_extra` of a route that reads its body as one of these."""
     schemas = [{"$ref": SCHEMA_REF.format(model=model.__name__)} for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from mini_sglang.config import ServerConfig
+from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.messages import EngineInfo
 from mini_sglang.output_processor import OutputProcessor
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, TokenOutput
@@ -72,6 +72,7 @@ class ScriptedEngine:
             max_running_requests=4,
             eos_token_ids=sorted(tokenizer.eos_token_ids),
             pid=0,
+            config=EngineConfig(model="scripted"),
         )
 
     @property
@@ -148,6 +149,13 @@ class ScriptedEngine:
     async def flush_cache(self) -> int:
         await self.ping()
         return 3
+
+    async def start_trace(self, num_steps: int | None = None) -> None:
+        await self.ping()
+
+    async def stop_trace(self) -> str:
+        await self.ping()
+        return "trace.json"
 
 
 def scripted_logprobs(token_id: int, count: int) -> TokenLogprobs:

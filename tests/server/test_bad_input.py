@@ -345,14 +345,14 @@ def test_a_dead_engine_is_a_503(client: TestClient, engine: Any, stream: bool) -
     for route in BASE:
         assert "status -9" in refused(client.post(route, json={**BASE[route], "stream": stream}), 503)["message"]
     assert "status -9" in refused(client.get("/health"), 503)["message"]
-    assert "mini_sglang_engine_up 0.0" in client.get("/metrics").text
+    assert 'mini_sglang:engine_up{model_name="scripted"} 0.0' in client.get("/metrics").text
 
 
 def test_a_stuck_engine_is_a_503(client: TestClient, engine: Any) -> None:
     engine.error = TimeoutError("the engine did not answer within 5 s")
     for method, route in (("GET", "/health"), ("GET", "/server_info"), ("POST", "/flush_cache")):
         assert "5 s" in refused(client.request(method, route), 503)["message"]
-    assert "mini_sglang_engine_up 0.0" in client.get("/metrics").text
+    assert 'mini_sglang:engine_up{model_name="scripted"} 0.0' in client.get("/metrics").text
 
 
 def test_an_unforeseen_fault_is_a_500_without_details(client: TestClient, engine: Any) -> None:

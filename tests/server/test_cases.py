@@ -6,6 +6,7 @@ The pool is small, so that pages are reused and requests are preempted. Text is 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ def server_is_unharmed(server: Any, canary_text: str) -> Iterator[None]:
     yield
     assert ask(server, "Name three colours.", max_tokens=12) == canary_text
     metrics = gauges(server)
-    assert metrics["running_requests"] == metrics["waiting_requests"] == metrics["kv_used_pages"] == 0
+    assert metrics["num_requests_running"] == metrics["num_requests_waiting"] == metrics["kv_used_pages"] == 0
     assert metrics["kv_free_pages"] + metrics["kv_cached_pages"] == metrics["kv_pages"]
 
 
@@ -99,8 +100,10 @@ def streamed_text(server: Any, content: str, **fields: Any) -> str:
 
 
 def gauges(server: Any) -> dict[str, float]:
-    pairs = [line.rpartition(" ") for line in server.get("/metrics").text.splitlines() if not line.startswith("#")]
-    return {name.removeprefix("mini_sglang_"): float(value) for name, _, value in pairs}
+    """All metrics by name, and by labels beyond the model's name."""
+    text = re.sub(r',?model_name="[^"]*"', "", server.get("/metrics").text).replace("{}", "")
+    pairs = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name.removeprefix("mini_sglang:"): float(value) for name, _, value in pairs}
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -257,12 +260,12 @@ def test_pages_of_running_requests_are_never_reused(server: Any) -> None:
 def test_a_pool_too_small_for_all_preempts_and_loses_nothing(server: Any) -> None:
     complete(server, "Hi", n=64, max_tokens=1, temperature=1)  # short answers make the next admissions bold
     prompts = [[500 + index, *range(100, 239)] for index in range(6)]  # 6 x (140 + 48) tokens, more than the pool
-    preemptions = gauges(server)["preemptions"]
+    preemptions = gauges(server)["num_preemptions_total"]
     fields: Json = {"max_tokens": 48, "ignore_eos": True}
     calls = [partial(text_of, server, prompt, **fields) for prompt in prompts]
     undisturbed = [text for start in (0, 2, 4) for text in at_once(calls[start : start + 2])]
     assert at_once(calls) == undisturbed
-    assert gauges(server)["preemptions"] > preemptions
+    assert gauges(server)["num_preemptions_total"] > preemptions
 
 
 def test_a_request_that_outgrows_the_pool_ends_with_length(server: Any) -> None:
@@ -414,7 +417,7 @@ def test_a_repeated_conversation_comes_from_the_cache(server: Any) -> None:
 
 def test_counters_return_to_zero_when_all_clients_leave_at_once(server: Any) -> None:
     def ended() -> dict[str, float]:
-        return {name: value for name, value in gauges(server).items() if name.startswith("requests_finished_total")}
+        return {name: value for name, value in gauges(server).items() if name.startswith("request_success_total")}
 
     before = ended()
     body: Json = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True}
@@ -422,11 +425,11 @@ def test_counters_return_to_zero_when_all_clients_leave_at_once(server: Any) -> 
     at_once([partial(next, one) for one in streams[:10]])
     for one in streams:
         one.close()  # the other 20 have not begun
-    while gauges(server)["running_requests"]:
+    while gauges(server)["num_requests_running"]:
         pass
     after = ended()
     changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-    assert changed == {'requests_finished_total{reason="abort"}': 10}
+    assert changed == {'request_success_total{finished_reason="abort"}': 10}
 
 
 def test_streams_left_at_random_moments_lose_no_page(server: Any) -> None:

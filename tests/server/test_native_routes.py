@@ -17,9 +17,10 @@ from mini_sglang.tokenizer import Tokenizer
 TEXT = "Hello there, dear friend."
 
 
-def metric(text: str, name: str) -> float:
-    """The value of one line of Prometheus' text format."""
-    [line] = [line for line in text.splitlines() if line.startswith(f"mini_sglang_{name} ")]
+def metric(text: str, name: str, **labels: str) -> float:
+    """The value of one line of Prometheus' text format; `labels` beyond the model's name."""
+    pairs = "".join(f'{key}="{value}",' for key, value in labels.items())
+    [line] = [line for line in text.splitlines() if line.startswith(f"mini_sglang:{name}{{{pairs}model_name=")]
     return float(line.rpartition(" ")[2])
 
 
@@ -93,6 +94,8 @@ def test_operators_routes(client: TestClient) -> None:
     info = client.get("/server_info").json()
     assert info["model"] == "scripted"
     assert info["engine"]["num_pages"] == info["stats"]["num_free_pages"]
+    assert info["engine"]["config"]["page_size"] == 16
+    assert info["server"]["max_waiting_requests"] == 4096
     assert "api_key" not in json.dumps(info)
 
 
@@ -104,18 +107,20 @@ def test_metrics_count_what_happened(client: TestClient, engine: Any) -> None:
     text = client.get("/metrics").text
     assert metric(text, "engine_up") == 1
     assert metric(text, "kv_pages") == metric(text, "kv_free_pages") == engine.info.num_pages
-    assert metric(text, "running_requests") == metric(text, "waiting_requests") == 0
+    assert metric(text, "num_requests_running") == metric(text, "num_requests_waiting") == 0
     assert metric(text, "prompt_tokens_total") == 9
-    assert metric(text, "generated_tokens_total") == 3 + len(engine.tokens) + 2
+    assert metric(text, "generation_tokens_total") == 3 + len(engine.tokens) + 2
     for reason, count in {"length": 1, "stop": 1, "error": 1, "abort": 0}.items():
-        assert metric(text, f'requests_finished_total{{reason="{reason}"}}') == count
-    assert metric(text, "time_to_first_token_seconds_count") == metric(text, "e2e_latency_seconds_count") == 3
+        assert metric(text, "request_success_total", finished_reason=reason) == count
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_generation_tokens"):
+        assert metric(text, f"{name}_count") == 3
+    assert metric(text, "inter_token_latency_seconds_count") == metric(text, "generation_tokens_total") - 3
 
 
 def test_two_apps_share_nothing(make_app: Callable[..., FastAPI]) -> None:
     first, second = TestClient(make_app()), TestClient(make_app(served_model_name=("other",)))
     first.post("/generate", json={"prompt": "Hi"})
-    assert metric(second.get("/metrics").text, "generated_tokens_total") == 0
+    assert metric(second.get("/metrics").text, "generation_tokens_total") == 0
     assert second.get("/v1/models").json()["data"][0]["id"] == "other"
 
 

@@ -103,7 +103,7 @@ def test_a_client_that_leaves_ends_its_requests(
         assert engine.running == {}
         assert len(engine.left_early) == n
         counted = app.state.context.metrics.render(None).decode()
-        assert f'requests_finished_total{{reason="abort"}} {n}.0' in counted
+        assert f'request_success_total{{finished_reason="abort",model_name="scripted"}} {n}.0' in counted
 
     asyncio.run(scenario())
 

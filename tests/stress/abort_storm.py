@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 import sys
 import time
 from typing import Any
@@ -96,14 +97,15 @@ async def canary(client: httpx.AsyncClient, prompt: str) -> str:
 
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    lines = (await client.get("/metrics")).text.splitlines()
-    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name.removeprefix("mini_sglang_"): float(value) for name, _, value in pairs}
+    """By name, and by labels beyond the model's name."""
+    text = re.sub(r',?model_name="[^"]*"', "", (await client.get("/metrics")).text).replace("{}", "")
+    pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name.removeprefix("mini_sglang:"): float(value) for name, _, value in pairs}
 
 
 async def counted(client: httpx.AsyncClient) -> float:
     """Requests that have ended, for whatever reason."""
-    return sum(value for name, value in (await metrics(client)).items() if name.startswith("requests_finished_total"))
+    return sum(value for name, value in (await metrics(client)).items() if name.startswith("request_success_total"))
 
 
 async def settle(client: httpx.AsyncClient) -> list[str]:
@@ -113,7 +115,7 @@ async def settle(client: httpx.AsyncClient) -> list[str]:
         now = await metrics(client)
         problems = [
             f"{name} is {now[name]:g}"
-            for name in ("running_requests", "waiting_requests", "kv_used_pages", "kv_usage_ratio")
+            for name in ("num_requests_running", "num_requests_waiting", "kv_used_pages", "kv_cache_usage_perc")
             if now[name] != 0
         ]
         if now["kv_free_pages"] + now["kv_cached_pages"] != now["kv_pages"]:
