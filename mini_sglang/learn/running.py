@@ -24,7 +24,7 @@ from mini_sglang.learn.lesson import PACKAGE, Lesson, module_path
 from mini_sglang.learn.results import EVENTS, CheckResult, Report, Started
 
 LIMIT_S = 60.0
-_CONFIG = "[pytest]\naddopts = -q -p no:cacheprovider --import-mode=importlib\n"
+_CONFIG = "[pytest]\naddopts = -q -p no:cacheprovider --noconftest --import-mode=importlib\n"
 
 
 @contextmanager
