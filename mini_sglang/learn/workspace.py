@@ -80,7 +80,8 @@ def readme(lesson: Lesson, folder: Path) -> str:
         f"- in `{module_path(exercise.module)}`: {', '.join(f'`{name}`' for name in exercise.functions)}"
         for exercise in lesson.exercises
     )
-    command = f"mini-sglang learn {{}} {lesson.id}" + ("" if folder == default_folder(lesson) else f" {folder}")
+    elsewhere = "" if folder == default_folder(lesson) else f" {folder}"
+    here = f" --folder{elsewhere}" if elsewhere else ""
     return f"""# {lesson.id} · {lesson.title}
 
 **{lesson.question}**
@@ -98,10 +99,10 @@ code, and the checks run the real engine with your files in the place of its own
 
 ## Go on
 
-    {command.format("check")}      what is right, what is not, and why
-    mini-sglang learn hint {lesson.id}       help, a little more each time
-    {command.format("solution")}   the way to the engine's own code, as a diff
-    mini-sglang learn play {lesson.id}       watch it move
+    mini-sglang learn check {lesson.id}{elsewhere}
+    mini-sglang learn hint {lesson.id}{here}        (help, a little more each time)
+    mini-sglang learn solution {lesson.id}{elsewhere}    (the way to the engine's own code, as a diff)
+    mini-sglang learn play {lesson.id}        (watch it move)
 """
 
 
