@@ -74,7 +74,7 @@ def _fields(lesson: Lesson, failure: Failure, folder: Path) -> dict[str, str]:
         "broken": failure.invariant,
         "where": f"{folder / yours[-1].path}, line {yours[-1].line}, in {yours[-1].function}" if yours else "",
         "check": f"{lesson.folder / CHECK}, line {checks[0].line}" if checks else "",
-        "read": f"{failure.read}  ({lesson.folder / 'lesson.md'})" if failure.read else "",
+        "read": f"{failure.read}  ({folder / 'lesson.md'})" if failure.read else "",
         "printed": "\n".join(failure.output.splitlines()[-_OUTPUT_LINES:]),
     }
 

@@ -1,4 +1,4 @@
-"""A learner's folder: README.md and one file per module of the exercise, at its path below the package.
+"""A learner's folder: README.md, the lesson's page, and the modules of the exercise at their paths below the package.
 
 Also what is remembered between commands, in `progress.json` beside the workspaces. It never overwrites work.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from mini_sglang.learn import quotes
 from mini_sglang.learn.blanking import blank, blanks_in
 from mini_sglang.learn.lesson import Exercise, Lesson, module_path, module_source
 
@@ -39,7 +40,9 @@ def blanked_sources(lesson: Lesson) -> dict[str, str]:
 
 def start(lesson: Lesson, folder: Path) -> list[Path]:
     """Write a workspace, return its files. Raises FileExistsError where one of them is already there."""
-    texts = {folder / "README.md": readme(lesson, folder)}
+    page = quotes.expand((lesson.folder / "lesson.md").read_text(encoding="utf-8"))
+    figure = (lesson.folder / "figure.svg").read_text(encoding="utf-8")
+    texts = {folder / "README.md": readme(lesson, folder), folder / "lesson.md": page, folder / "figure.svg": figure}
     texts |= {folder / module_path(module): source for module, source in blanked_sources(lesson).items()}
     for path in texts:
         if path.exists():
@@ -88,7 +91,7 @@ def readme(lesson: Lesson, folder: Path) -> str:
 
 {lesson.summary.strip()}
 
-The page with figure, design and pitfalls: {lesson.folder / "lesson.md"}
+[lesson.md](lesson.md) is the lesson: idea, figure, design, pitfalls, questions.
 
 ## Write
 
