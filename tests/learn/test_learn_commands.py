@@ -173,6 +173,7 @@ def test_the_contract_is_what_was_recorded_of_transformers() -> None:
 )
 def test_a_lesson_toml_with_a_mistake_names_it(small_lesson: Lesson, change: str, message: str) -> None:
     path = small_lesson.folder / "lesson.toml"
-    path.write_text(path.read_text().replace(*change.split("|")))
+    old, new = change.split("|")
+    path.write_text(path.read_text().replace(old, new))
     with pytest.raises(ValueError, match=message):
         load_lesson(small_lesson.folder)
