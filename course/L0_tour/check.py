@@ -47,6 +47,8 @@ def test_a_token_that_is_being_sampled_counts_before_its_value_is_known() -> Non
 def test_the_models_end_tokens_do_not_end_an_answer_that_ignores_them() -> None:
     request = Request("r", [5], SamplingParams(ignore_eos=True), eos_token_ids=frozenset({1, 2}))
     expect(sorted(request.stop_ids), [], "end tokens with ignore_eos", read=COUNTS)
+    own = Request("r", [5], SamplingParams(ignore_eos=True, stop_token_ids=[9]), eos_token_ids=frozenset({1, 2}))
+    expect(sorted(own.stop_ids), [9], "end tokens with ignore_eos and stop_token_ids=[9]", read=COUNTS)
 
 
 @guards("stop-ids-replace-the-end")
