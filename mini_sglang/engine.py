@@ -113,6 +113,12 @@ class Engine:
         return outputs
 
     def _launch_and_read(self) -> StepOutputs:
+        """Launch the step that the scheduler wants, if it wants one; then read the oldest step, if that is due.
+
+        It is due if more than `run_ahead` steps are on their way, or if there was none to launch. What launching or
+        reading raises ends the requests of that step alone (`_fail`). With no step to read, wait a moment for masks if
+        there are any.
+        """
         observer = self._observer
         with observer.phase("schedule", self.scheduler.next_step):
             batch = self.scheduler.schedule()

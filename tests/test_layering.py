@@ -89,10 +89,23 @@ ALLOWED: dict[str, set[str]] = {
         "weights.hub",
         "cli",
     },
-    "cli": {"config", "benchmark", "chat", "execution", "llm", "parallel", "request", "server", "verify", "weights"},
+    "learn": {"llm", "request", "weights.hub"},
+    "cli": {
+        "config",
+        "benchmark",
+        "chat",
+        "execution",
+        "learn",
+        "llm",
+        "parallel",
+        "request",
+        "server",
+        "verify",
+        "weights",
+    },
 }
 TORCH_FREE = [
-    *("request", "config", "scheduling", "detokenizer", "messages", "server"),
+    *("request", "config", "scheduling", "detokenizer", "messages", "server", "learn"),
     *("structured_output", "grammar_ending", "grammar_masks", "grammar_check", "step_log"),
 ]
 
