@@ -135,6 +135,27 @@ def bench_kernels(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench_prefix(options: argparse.Namespace) -> int:
+    from mini_sglang.benchmark import prefix_report
+    from mini_sglang.benchmark.prefix import SHARES, measure_prefix
+    from mini_sglang.benchmark.traces import read_trace
+
+    if options.plot is not None:
+        prefix_report.load_pyplot()  # fails before the work, not after it
+    report = measure_prefix(
+        read_trace(options.trace)[: options.requests],
+        shares=options.share or SHARES,
+        cached_tokens=options.cached_tokens,
+        page_size=options.page_size,
+    )
+    prefix_report.print_tables(report)
+    if options.json is not None:
+        prefix_report.write_json(report, options.json)
+    if options.plot is not None:
+        prefix_report.write_plot(report, options.plot)
+    return 0
+
+
 def _bench_output(options: argparse.Namespace) -> Output:
     from mini_sglang.benchmark.commands import Output
 
@@ -188,7 +209,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """`bench offline | latency | kernels`, on random weights unless --load-format says otherwise."""
+    """`bench offline | latency | kernels`, on random weights unless --load-format says otherwise, and `prefix`."""
     help = "measure speed and set it against the hardware's ceilings"
     parser = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
     benches = parser.add_subparsers(metavar="WHAT", required=True)
@@ -211,6 +232,15 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_bench_output(command)
     fields = {"model", "model_source", "revision", "load_format", "dtype", "page_size"}
     _add_fields(command, EngineConfig, "engine", only=fields, defaults=dummy)
+
+    command = _add_command(benches, bench_prefix, "the prefix cache on a trace: hits beside the optimum, CPU time")
+    command.add_argument("trace", type=Path, metavar="TRACE", help="a Mooncake or Qwen-Bailian JSONL, or an Azure CSV")
+    command.add_argument("--requests", type=_count, metavar="N", help="only the first N of the trace")
+    help = "pool size as a share of the trace's distinct blocks; may be repeated (default: from 1 to 0.02)"
+    command.add_argument("--share", action="append", type=float, metavar="X", help=help)
+    _add_counts(command, cached_tokens=1_000_000, page_size=EngineConfig.page_size)
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw hit rates over pool sizes (needs matplotlib)")
 
 
 def _add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
