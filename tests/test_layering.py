@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
     "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
     "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
-    "benchmark": {"engine", "config", "request", "models.config", "weights", "attention", "kernels"},
+    "benchmark": {"engine", "config", "request", "models.config", "weights", "attention", "kernels", "tokenizer"},
     "server": {
         "scheduling.scheduler",
         "async_engine",
