@@ -101,6 +101,9 @@ class Answer:
     detail: str = ""  # what the server said of it
 
 
+_NOTHING = msgspec.Raw()
+
+
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -116,7 +119,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: msgspec.Raw = _NOTHING
 
 
 class _Choice(msgspec.Struct):
@@ -134,7 +137,7 @@ class _Event(msgspec.Struct):
     token_ids: list[int] | None = None
     output_ids: list[int] | None = None
     meta_info: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _NOTHING
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -157,7 +160,7 @@ def read_answer(exchange: Exchange) -> Answer:
         except msgspec.DecodeError as error:
             answer.error, answer.detail = "malformed event", f"{error}: {data[:200]!r}"
             return answer
-        if event.error is not None:
+        if _is_something(event.error):
             answer.error, answer.detail = "error in the stream", bytes(event.error).decode(errors="replace")
             return answer
         _add(answer, when, event)
@@ -202,4 +205,8 @@ def _has_tokens(choice: _Choice) -> bool:
     delta = choice.delta
     if delta is None:
         return bool(choice.text)
-    return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+    return bool(delta.content or delta.reasoning_content or delta.reasoning) or _is_something(delta.tool_calls)
+
+
+def _is_something(value: msgspec.Raw) -> bool:
+    return bytes(value) not in (b"", b"null", b"[]")

@@ -7,6 +7,7 @@ one callback, no task and no decoding. Knows nothing of what bodies say.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import Mapping
@@ -90,7 +91,7 @@ class HttpClient:
         try:
             _, connection = await asyncio.wait_for(connecting, self._timeout_s)
         except (OSError, TimeoutError) as error:
-            exchange.error = "timeout" if isinstance(error, TimeoutError) else f"connect: {error.strerror or error}"
+            exchange.error = "timeout" if isinstance(error, TimeoutError) else f"connect: {_reason(error)}"
             exchange.ended = time.perf_counter()
             answer.set_result(exchange)
         else:
@@ -100,6 +101,11 @@ class HttpClient:
         """Close idle connections; those with a request under way close when it ends."""
         while self._idle:
             self._idle.pop().close()
+
+
+def _reason(error: OSError) -> str:
+    """In the system's words, without address and port, so that errors of a kind read the same."""
+    return os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or type(error).__name__
 
 
 class _Connection(asyncio.Protocol):

@@ -26,21 +26,22 @@ _PARTS = ("mean", "p50", "p90", "p95", "p99")
 
 
 def serving_report(config: ServingConfig, results: Sequence[Figures]) -> list[Table | str]:
-    """A table and a few lines per rate, and for several rates a table that sets them side by side."""
+    """Lines and a table for each rate, and for several rates a table that sets them side by side."""
+    runs = f", medians of {config.repeats} runs" if config.repeats > 1 else ""
     parts: list[Table | str] = []
     for result in results:
-        parts += [_table_of(config, result), *_lines_of(result)]
-    return [*parts, _rates_table(config, results)] if len(results) > 1 else parts
+        title = f"\n{config.api} at {config.url}: {_load_of(config, result)}{runs}"
+        parts += [title, _table_of(result), *_lines_of(result)]
+    return [*parts, "\nLatencies in ms:", _rates_table(results)] if len(results) > 1 else parts
 
 
-def _table_of(config: ServingConfig, figures: Figures) -> Table:
-    runs = f", medians of {config.repeats} runs" if config.repeats > 1 else ""
-    table = Table(title=f"{config.api} at {config.url}: {_load_of(config, figures)}{runs}", title_justify="left")
-    for column in ("", *_PARTS):
-        table.add_column(column, justify="right" if column else "left")
+def _table_of(figures: Figures) -> Table:
+    table = _table("", *_PARTS)
     for title, name in _ROWS.items():
         distribution: Distribution | None = getattr(figures, name)
-        table.add_row(title, *("–" if distribution is None else _short(getattr(distribution, p)) for p in _PARTS))
+        table.add_row(
+            title, *(_short(None if distribution is None else getattr(distribution, part)) for part in _PARTS)
+        )
     return table
 
 
@@ -67,21 +68,8 @@ def _lines_of(figures: Figures) -> list[str]:
     ]
 
 
-def _rates_table(config: ServingConfig, results: Sequence[Figures]) -> Table:
-    table = Table(title=f"{config.api} at {config.url}, latencies in ms", title_justify="left")
-    columns = (
-        "requests/s",
-        "completed/s",
-        "goodput/s",
-        "TTFT p50",
-        "p99",
-        "ITL p50",
-        "p99",
-        "output tokens/s",
-        "errors",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
+def _rates_table(results: Sequence[Figures]) -> Table:
+    table = _table("sent/s", "done/s", "good/s", "TTFT p50", "p99", "ITL p50", "p99", "tokens/s", "errors")
     for figures in results:
         ttft, itl = figures.ttft_ms, figures.itl_ms
         table.add_row(
@@ -92,6 +80,13 @@ def _rates_table(config: ServingConfig, results: Sequence[Figures]) -> Table:
             f"{figures.output_tokens_per_second:,.1f}",
             f"{sum(figures.errors.values()):g}",
         )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
     return table
 
 
@@ -118,18 +113,10 @@ def plot_rates(path: Path, results: Sequence[Figures]) -> None:
     pyplot = load_pyplot()
     rates = [result.rate for result in results]
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), sharex=True, layout="constrained")
-    for axis, title, name in (
-        (axes[0, 0], "time to first token, ms", "ttft_ms"),
-        (axes[0, 1], "inter-token latency, ms", "itl_ms"),
-    ):
-        for part in ("p50", "p90", "p99"):
-            values = [
-                None if getattr(result, name) is None else getattr(getattr(result, name), part) for result in results
-            ]
-            axis.plot(rates, [float("nan") if value is None else value for value in values], marker="o", label=part)
-        axis.set(title=title, yscale="log")
-    axes[1, 0].plot(rates, [result.output_tokens_per_second for result in results], marker="o", label="output")
+    _plot_percentiles(axes[0, 0], "time to first token, ms", rates, [result.ttft_ms for result in results])
+    _plot_percentiles(axes[0, 1], "inter-token latency, ms", rates, [result.itl_ms for result in results])
     axes[1, 0].plot(rates, [result.input_tokens_per_second for result in results], marker="o", label="input")
+    axes[1, 0].plot(rates, [result.output_tokens_per_second for result in results], marker="o", label="output")
     axes[1, 0].set(title="tokens/s", xlabel="requests/s sent", ylim=(0, None))
     axes[1, 1].plot(rates, rates, color="grey", linestyle="dotted", label="sent")
     axes[1, 1].plot(rates, [result.requests_per_second for result in results], marker="o", label="completed")
@@ -141,3 +128,18 @@ def plot_rates(path: Path, results: Sequence[Figures]) -> None:
         axis.legend()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _plot_percentiles(axis: Any, title: str, rates: Sequence[Any], latencies: Sequence[Distribution | None]) -> None:
+    """On a logarithmic scale where overload takes latencies to another order, else from 0."""
+    spread: list[float] = []
+    for part in ("p99", "p90", "p50"):
+        values = [float("nan") if latency is None else getattr(latency, part) for latency in latencies]
+        axis.plot(rates, values, marker="o", label=part)
+        spread += [value for value in values if value > 0]
+    axis.set(title=title)
+    if spread and max(spread) > 10 * min(spread):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axis.set_ylim(0, None)
