@@ -105,7 +105,9 @@ class HttpClient:
 
 def _reason(error: OSError) -> str:
     """In the system's words, without address and port, so that errors of a kind read the same."""
-    return os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or type(error).__name__
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or type(error).__name__
 
 
 class _Connection(asyncio.Protocol):

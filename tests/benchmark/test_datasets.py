@@ -11,7 +11,8 @@ import pytest
 from mini_sglang.benchmark.datasets import open_dataset
 from mini_sglang.benchmark.load_generator import LoadRequest
 from mini_sglang.benchmark.serving_config import ServingConfig
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.weights.hub import resolve_model
 
 CHAT = [
     {"role": "user", "content": "Name a colour."},
@@ -27,6 +28,17 @@ def load(seed: int = 0, **fields: Any) -> list[LoadRequest]:
 
 def prompts(requests: list[LoadRequest]) -> list[Any]:
     return [request.make_prompt() for request in requests]
+
+
+@pytest.fixture(scope="module")
+def model(write_checkpoint: Any) -> str:
+    """A tiny one, whose tokenizer loads fast."""
+    return str(write_checkpoint().path)
+
+
+@pytest.fixture
+def tokenizer(model: str) -> Tokenizer:
+    return load_tokenizer(resolve_model(model))
 
 
 @pytest.fixture
@@ -67,38 +79,39 @@ def test_outputs_are_cut_to_the_most_that_is_wanted() -> None:
     assert {request.output_length for request in load(output_length="5:50", max_output=7)} <= {5, 6, 7}
 
 
-def test_random_tokens_are_spelled_for_a_chat(builtin_tokenizer: Tokenizer) -> None:
-    [tokens], [text] = (prompts(load(api=api, input_length="12", num_requests=1)) for api in ("generate", "chat"))
-    assert text == builtin_tokenizer.decode(tokens)
+def test_random_tokens_are_spelled_for_a_chat(tokenizer: Tokenizer, model: str) -> None:
+    fields: dict[str, Any] = {"input_length": "12", "vocab": "100:300", "num_requests": 1, "tokenizer": model}
+    [tokens], [text] = (prompts(load(api=api, **fields)) for api in ("generate", "chat"))
+    assert text == tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("form", ["sharegpt", "chat"])
-def test_a_chat_is_asked_for_its_first_answer_or_for_all(form: Any, write: Any, builtin_tokenizer: Tokenizer) -> None:
+def test_a_chat_is_asked_for_its_first_answer_or_for_all(
+    form: Any, write: Any, tokenizer: Tokenizer, model: str
+) -> None:
     if form == "sharegpt":
         names = {"user": "human", "assistant": "gpt"}
         turns = [{"from": names[message["role"]], "value": message["content"]} for message in CHAT]
         path = write([{"id": "a", "conversations": turns}])
     else:
         path = write({"conversation": [{**message, "toxic": False} for message in CHAT]})
-    [first] = load(dataset=form, dataset_path=path)
+    [first] = load(dataset=form, dataset_path=path, tokenizer=model)
     assert first.make_prompt() == CHAT[:1]
-    assert first.output_length == len(builtin_tokenizer.encode("Blue is a fine colour."))
-    both = load(dataset=form, dataset_path=path, turns="all")
+    assert first.output_length == len(tokenizer.encode("Blue is a fine colour."))
+    both = load(dataset=form, dataset_path=path, tokenizer=model, turns="all")
     assert prompts(both) == [CHAT[:1], CHAT[:3]]
 
 
-def test_chats_too_long_are_left_out_and_the_seed_chooses_among_the_others(write: Any) -> None:
+def test_chats_too_long_are_left_out_and_the_seed_chooses_among_the_others(write: Any, model: str) -> None:
     def chat(text: str) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]}
 
     path = write(chat("word " * 50), *(chat(f"Is {number} a number?") for number in range(20)))
-    found = load(dataset="chat", dataset_path=path, max_input=20)
-    assert len(found) == 20
-    choices = {str(prompts(load(seed, dataset="chat", dataset_path=path, max_input=20, num_requests=3)))
-               for seed in range(4)}  # fmt: skip
-    assert len(choices) == 4
-    with pytest.raises(ValueError, match="holds 20 requests of at most 20 prompt tokens, 30 are needed"):
-        load(dataset="chat", dataset_path=path, max_input=20, num_requests=30)
+    fields: dict[str, Any] = {"dataset": "chat", "dataset_path": path, "max_input": 40, "tokenizer": model}
+    assert len(load(**fields)) == 20
+    assert len({str(prompts(load(seed, num_requests=3, **fields))) for seed in range(4)}) == 4
+    with pytest.raises(ValueError, match="holds 20 requests of at most 40 prompt tokens, 30 are needed"):
+        load(num_requests=30, **fields)
 
 
 def test_a_trace_keeps_times_and_shared_blocks_and_knows_whose_turn_follows_whose(write: Any) -> None:
@@ -128,10 +141,12 @@ def test_a_trace_keeps_times_and_shared_blocks_and_knows_whose_turn_follows_whos
         ("chat", '{"messages": [{"role": "user", "content": "alone"}]}', "holds 0 requests"),
     ],
 )
-def test_a_file_of_another_kind_is_refused(dataset: Any, content: str, message: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(
+    dataset: Any, content: str, message: str, tmp_path: Path, model: str
+) -> None:
     (tmp_path / "data").write_text(content)
     with pytest.raises(ValueError, match=message):
-        load(dataset=dataset, dataset_path=str(tmp_path / "data"))
+        load(dataset=dataset, dataset_path=str(tmp_path / "data"), tokenizer=model)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def worst_error(figures: Figures, record: list[list[float]]) -> float:
         "tpot_ms": [(times[-1] - times[1]) / (len(times) - 2) for times in record],
         "e2e_ms": [times[-1] - times[0] for times in record],
     }
-    errors = []
+    errors: list[float] = []
     for name, seconds in recorded.items():
         true, found = Distribution.of(np.asarray(seconds) * 1e3), getattr(figures, name)
         errors += [abs(getattr(found, part) / getattr(true, part) - 1) for part in ("mean", "p50", "p90", "p95", "p99")]
