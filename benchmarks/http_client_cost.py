@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=1000, help="of each side in each round")
     parser.add_argument("--at-once", type=int, default=100)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     server = [sys.executable, str(Path(__file__).with_name("scripted_server.py"))]
     with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as process:
@@ -103,6 +105,8 @@ def main() -> None:
         ratio = statistics.median(of_round[name] / of_round[next(iter(SIDES))] for of_round in costs)
         table.add_row(name, f"{statistics.median(of_round[name] for of_round in costs):.0f}", f"{ratio:.2f}")
     Console().print(table)
+    if args.json:
+        Path(args.json).write_text(json.dumps({name: [by[name] for by in costs] for name in SIDES}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
