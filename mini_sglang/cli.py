@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import mini_sglang
 from mini_sglang.benchmark.kernel_time import GROUPS
+from mini_sglang.benchmark.serving_config import ServingConfig
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.request import SamplingParams
 
@@ -135,13 +136,21 @@ def bench_kernels(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench_serving(options: argparse.Namespace) -> int:
+    config = _from_options(ServingConfig, options)
+    from mini_sglang.benchmark.serving import bench_serving as measure
+
+    return 0 if measure(config, json_path=options.json, plot_path=options.plot) else FAILED
+
+
 def bench_prefix(options: argparse.Namespace) -> int:
     from mini_sglang.benchmark import prefix_report
     from mini_sglang.benchmark.prefix import SHARES, measure_prefix
+    from mini_sglang.benchmark.serving_report import load_pyplot
     from mini_sglang.benchmark.traces import read_trace
 
     if options.plot is not None:
-        prefix_report.load_pyplot()  # fails before the work, not after it
+        load_pyplot()  # fails before the work, not after it
     report = measure_prefix(
         read_trace(options.trace)[: options.requests],
         shares=options.share or SHARES,
@@ -209,7 +218,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """`bench offline | latency | kernels`, on random weights unless --load-format says otherwise, and `prefix`."""
+    """`bench serving | prefix | offline | latency | kernels`, the last three on random weights by default."""
     help = "measure speed and set it against the hardware's ceilings"
     parser = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
     benches = parser.add_subparsers(metavar="WHAT", required=True)
@@ -226,6 +235,11 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_counts(command, batch=1, input=964, output=724, runs=2)
     _add_bench_output(command)
     _add_fields(command, EngineConfig, "engine", defaults=dummy)
+
+    command = _add_command(benches, bench_serving, "latencies and throughput of a running server under load")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves of a --sweep there (PNG, SVG, PDF)")
+    _add_fields(command, ServingConfig, "load")
 
     command = _add_command(benches, bench_kernels, "each GPU kernel alone, for the sizes of a model")
     command.add_argument("--only", action="append", choices=GROUPS, help="measure this group; may be repeated")
@@ -273,7 +287,7 @@ def _add_command(
 
 def _add_fields(
     parser: argparse.ArgumentParser,
-    config_class: type[EngineConfig] | type[ServerConfig],
+    config_class: type[EngineConfig] | type[ServerConfig] | type[ServingConfig],
     title: str,
     *,
     only: set[str] | None = None,

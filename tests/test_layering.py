@@ -71,7 +71,17 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
     "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
     "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
-    "benchmark": {"engine", "scheduling", "config", "request", "models.config", "weights", "attention", "kernels"},
+    "benchmark": {
+        "engine",
+        "scheduling",
+        "config",
+        "request",
+        "models.config",
+        "weights",
+        "attention",
+        "kernels",
+        "tokenizer",
+    },
     "server": {
         "scheduling.scheduler",
         "async_engine",

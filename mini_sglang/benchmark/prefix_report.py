@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mini_sglang.benchmark.prefix import HostCost, PrefixReport
+from mini_sglang.benchmark.serving_report import load_pyplot
 
 
 def print_tables(report: PrefixReport) -> None:
@@ -64,18 +64,6 @@ def write_json(report: PrefixReport, path: Path) -> None:
     cost = report.cost
     figures["cost"] |= {"match_us": cost.match_us, "insert_us": cost.insert_us, "evict_us": cost.evict_us}
     path.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def load_pyplot() -> Any:
-    """Matplotlib's pyplot, drawing into files. Raises ValueError if it is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'mini-sglang[plot]'") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def write_plot(report: PrefixReport, path: Path) -> None:
