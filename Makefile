@@ -40,7 +40,7 @@ docs: setup
 	$(BIN)/mkdocs build --strict
 
 bench: setup
-	$(BIN)/python benchmarks/cpu_vs_transformers.py $(ARGS)
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

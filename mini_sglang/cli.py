@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import mini_sglang
 from mini_sglang.benchmark.kernel_time import GROUPS
+from mini_sglang.benchmark.serving_config import ServingConfig
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.request import SamplingParams
 
@@ -142,6 +143,35 @@ def bench_explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench_serving(options: argparse.Namespace) -> int:
+    config = _from_options(ServingConfig, options)
+    from mini_sglang.benchmark.serving import bench_serving as measure
+
+    return 0 if measure(config, json_path=options.json, plot_path=options.plot) else FAILED
+
+
+def bench_prefix(options: argparse.Namespace) -> int:
+    from mini_sglang.benchmark import prefix_report
+    from mini_sglang.benchmark.prefix import SHARES, measure_prefix
+    from mini_sglang.benchmark.serving_report import load_pyplot
+    from mini_sglang.benchmark.traces import read_trace
+
+    if options.plot is not None:
+        load_pyplot()  # fails before the work, not after it
+    report = measure_prefix(
+        read_trace(options.trace)[: options.requests],
+        shares=options.share or SHARES,
+        cached_tokens=options.cached_tokens,
+        page_size=options.page_size,
+    )
+    prefix_report.print_tables(report)
+    if options.json is not None:
+        prefix_report.write_json(report, options.json)
+    if options.plot is not None:
+        prefix_report.write_plot(report, options.plot)
+    return 0
+
+
 def _bench_output(options: argparse.Namespace) -> Output:
     from mini_sglang.benchmark.commands import Output
 
@@ -196,7 +226,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """`bench offline | latency | kernels | explain`, on random weights unless --load-format says otherwise."""
+    """`bench serving | prefix | explain | offline | latency | kernels`, the last three on random weights by default."""
     help = "measure speed and set it against the hardware's ceilings"
     parser = commands.add_parser("bench", help=help, description=help[0].upper() + help[1:] + ".")
     benches = parser.add_subparsers(metavar="WHAT", required=True)
@@ -214,6 +244,11 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_bench_output(command)
     _add_fields(command, EngineConfig, "engine", defaults=dummy)
 
+    command = _add_command(benches, bench_serving, "latencies and throughput of a running server under load")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves of a --sweep there (PNG, SVG, PDF)")
+    _add_fields(command, ServingConfig, "load")
+
     command = _add_command(benches, bench_kernels, "each GPU kernel alone, for the sizes of a model")
     command.add_argument("--only", action="append", choices=GROUPS, help="measure this group; may be repeated")
     _add_bench_output(command)
@@ -226,6 +261,15 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     command.add_argument("--start", type=float, default=0.0, metavar="S", help="second that it begins at (default: 0)")
     command.add_argument("--end", type=float, metavar="S", help="second that it ends at (default: the log's last)")
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+
+    command = _add_command(benches, bench_prefix, "the prefix cache on a trace: hits beside the optimum, CPU time")
+    command.add_argument("trace", type=Path, metavar="TRACE", help="a Mooncake or Qwen-Bailian JSONL, or an Azure CSV")
+    command.add_argument("--requests", type=_count, metavar="N", help="only the first N of the trace")
+    help = "pool size as a share of the trace's distinct blocks; may be repeated (default: from 1 to 0.02)"
+    command.add_argument("--share", action="append", type=float, metavar="X", help=help)
+    _add_counts(command, cached_tokens=1_000_000, page_size=EngineConfig.page_size)
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw hit rates over pool sizes (needs matplotlib)")
 
 
 def _add_learn(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -295,7 +339,7 @@ def _add_command(
 
 def _add_fields(
     parser: argparse.ArgumentParser,
-    config_class: type[EngineConfig] | type[ServerConfig],
+    config_class: type[EngineConfig] | type[ServerConfig] | type[ServingConfig],
     title: str,
     *,
     only: set[str] | None = None,

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NewPages
 from mini_sglang.scheduling.page_allocator import PageAllocator
-from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache
+from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, token_array
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class KVCacheManager:
         holding = self._holdings.get(request)
         if holding is None:
             salt = request.cache_salt.encode("utf-8", "surrogatepass")
-            holding = self._holdings[request] = _Holding(salt, array("i", request.prompt_ids))
+            holding = self._holdings[request] = _Holding(salt, token_array(request.prompt_ids))
         holding.tokens.extend(request.output_ids[len(holding.tokens) - len(request.prompt_ids) :])
         return holding
 
@@ -236,6 +236,8 @@ class KVCacheManager:
             holding.tail = self._tree.add_tail(node, tokens, request.page_ids[full])
             if holding.tail is not None:
                 self._allocator.retain(holding.tail.page_ids)
+        if own == request.page_ids[start:full]:  # nearly always
+            return []
         return [(index, page) for index, page in enumerate(own, start) if page != request.page_ids[index]]
 
     def _drop_covered_tails(self, node: Node, tokens: array[int]) -> None:

@@ -41,19 +41,23 @@ class PageAllocator:
         """Add one holder to each page. Raises ValueError if one of them is free."""
         counts = self._counts
         for page in page_ids:
-            if counts[page] == 0:
+            holders = counts[page]
+            if not holders:
                 raise ValueError(f"page {page} is free and cannot gain a holder")
-            counts[page] += 1
+            counts[page] = holders + 1
 
     def release(self, page_ids: Iterable[int]) -> None:
         """Take one holder from each page; those without any become free. Raises ValueError if one is free already."""
         counts, free = self._counts, self._free
         for page in page_ids:
-            if counts[page] == 0:
-                raise ValueError(f"page {page} is free already")
-            counts[page] -= 1
-            if counts[page] == 0:
+            holders = counts[page]
+            if holders > 1:
+                counts[page] = holders - 1
+            elif holders:
+                counts[page] = 0
                 free.append(page)
+            else:
+                raise ValueError(f"page {page} is free already")
 
     def check(self, holders: Iterable[int]) -> None:
         """Raise RuntimeError unless `holders`, one page id per holder, accounts for every count and the free list."""

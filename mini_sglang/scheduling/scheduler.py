@@ -326,6 +326,7 @@ class Scheduler:
     def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
         """Admit waiting requests in the policy's order until a slot, pages or the budget are missing."""
         self.kv.publish_filled(self._counters.steps)
+        self._free_replaced()
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
         growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
         for request in self._policy.order(self._waiting, self.kv.cached_tokens):
@@ -452,6 +453,13 @@ class Scheduler:
     def _note_read_steps(self) -> None:
         for request in list(self._leaving):
             self._leave(request)
+        self._free_replaced()
+
+    def _free_replaced(self) -> None:
+        """Free pages that were exchanged for cached ones, as far as no step that uses them is still to be read.
+
+        Also to be called where pages are exchanged outside of a step: there may be none whose reading would do it.
+        """
         self.kv.steps_read(self._launched[0].batch.step - 1 if self._launched else self._counters.steps)
 
     def _take_tokens(self, launched: _Launched, result: StepResult) -> StepOutputs:

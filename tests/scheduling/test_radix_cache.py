@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, common_prefix
+from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, common_prefix, token_array
 
 
 class Tree:
@@ -81,6 +81,11 @@ def shared_by_counting(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 def test_common_prefix_equals_counting(a: list[int], b: list[int], shared: int) -> None:
     b = a[:shared] + b
     assert common_prefix(array("i", a), array("i", b)) == shared_by_counting(tuple(a), tuple(b))
+
+
+@given(st.lists(st.integers(0, (1 << 31) - 1)))
+def test_a_token_array_holds_the_tokens(tokens: list[int]) -> None:
+    assert token_array(tokens) == array("i", tokens)
 
 
 def test_two_sequences_that_share_only_their_first_token_live_side_by_side() -> None:

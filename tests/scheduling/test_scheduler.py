@@ -384,6 +384,20 @@ def test_preempted_requests_resume_with_the_same_text(run_ahead: int, cache: str
     simulation.scheduler.check()
 
 
+@pytest.mark.parametrize("pool", range(6, 12))
+def test_a_page_exchanged_while_no_step_is_under_way_comes_back_at_once(pool: int) -> None:
+    """With grammars there are moments when nobody may be in a step: nobody may wait for one to be read then either."""
+    simulation = Simulation(
+        config(page_size=1, num_pages=pool, max_running_requests=4, run_ahead=0), vocab_size=3, mask_delay=1
+    )
+    simulation.scheduler.expected_output = 0.0
+    for name in ("a", "b", "c"):  # a and b compute equal pages; c makes the scheduler publish them
+        params = SamplingParams(regex="a*")
+        simulation.add(Request(name, [1 if name == "c" else 0], params))
+    simulation.run(max_steps=600)
+    simulation.check_outputs()
+
+
 def test_the_last_arrived_gives_way_and_the_first_is_never_preempted() -> None:
     simulation = Simulation(config(num_pages=12))
     simulation.scheduler.expected_output = 0.0
