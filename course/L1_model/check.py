@@ -286,7 +286,9 @@ def match(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
     try:
         return [tensor.name for tensor, _ in _match(tensors, slots, tied=tied, where="here")]
     except WeightsError as error:
-        return [part for part in str(error).replace("; ", ": ").split(": ") if part.split(" ")[0] in names(stored, wanted)]
+        return [
+            part for part in str(error).replace("; ", ": ").split(": ") if part.split(" ")[0] in names(stored, wanted)
+        ]
 
 
 def names(*of: dict[str, tuple[int, ...]]) -> set[str]:
@@ -323,7 +325,9 @@ def test_a_shape_that_only_broadcasts_is_refused() -> None:
 
 def test_a_tied_head_is_the_embedding() -> None:
     embedding = {EMBEDDING: (8, 4)}
-    expect(match({**embedding, HEAD: (8, 4)}, embedding, tied=True), [EMBEDDING], "a stored copy of a tied head is spare")
+    expect(
+        match({**embedding, HEAD: (8, 4)}, embedding, tied=True), [EMBEDDING], "a stored copy of a tied head is spare"
+    )
     got = match(embedding, {**embedding, HEAD: (8, 4)}, tied=True)
     expect(got, [EMBEDDING, EMBEDDING], "tensors that fill embedding and head of a tied model")
 
