@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -106,7 +106,7 @@ def test_the_frequencies_run_from_1_down_to_almost_1_over_theta() -> None:
 
 
 @guards("theta-from-memory")
-def test_the_base_is_the_config_s() -> None:
+def test_the_base_comes_from_the_config() -> None:
     inverse, _ = inverse_frequencies(make_config(theta=1e6))
     expect(
         rounded(inverse, 6),
@@ -279,7 +279,9 @@ def test_rows_stay_in_their_head() -> None:
     )
 
 
-def match(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], *, tied: bool = False) -> list[str]:
+def match(
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, tied: bool = False
+) -> list[str]:
     """Which stored tensor fills each slot, or the message of what is refused."""
     tensors: dict[str, CheckpointTensor] = {name: DummyTensor(name, shape, 0, CPU) for name, shape in stored.items()}
     slots = {name: WeightSlot(shape, lambda tensor: None) for name, shape in wanted.items()}
@@ -291,7 +293,7 @@ def match(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
         ]
 
 
-def names(*of: dict[str, tuple[int, ...]]) -> set[str]:
+def names(*of: Mapping[str, tuple[int, ...]]) -> set[str]:
     return {name for shapes in of for name in shapes}
 
 
@@ -337,7 +339,12 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 def test_the_built_in_model_says_what_transformers_says() -> None:
     config = EngineConfig(
-        model="smollm2-135m", dtype="float32", attention_backend="reference", context_length=64, num_pages=8
+        model="smollm2-135m",
+        dtype="float32",
+        attention_backend="reference",
+        context_length=64,
+        num_pages=8,
+        num_threads=1,
     )
     engine = Engine(config)
     engine.add_request("france", [504, 3575, 282, 4649, 314], SamplingParams(temperature=0, max_tokens=6))

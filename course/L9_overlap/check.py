@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mini_sglang.attention.transfer import staged
 from mini_sglang.execution import cuda_graph
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, StepGraphs, graph_sizes
 from mini_sglang.execution.executor import StepHandle
@@ -353,8 +354,12 @@ def test_other_slots_are_sent_even_if_there_are_as_many(graphs: DecodeGraphs) ->
 @guards("sent-every-step")
 def test_the_same_batch_is_sent_once(graphs: DecodeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[object] = []
-    real = cuda_graph.staged
-    monkeypatch.setattr(cuda_graph, "staged", lambda numbers, *rest: sent.append(numbers) or real(numbers, *rest))
+
+    def counted(numbers: Sequence[object], device: torch.device) -> torch.Tensor:
+        sent.append(numbers)
+        return staged(numbers, device)
+
+    monkeypatch.setattr(cuda_graph, "staged", counted)
     slots = (3, 1)
     for _ in range(5):
         graphs.replay(slots)
