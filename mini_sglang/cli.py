@@ -1,4 +1,4 @@
-"""The command line: `mini-sglang serve | chat | generate | bench | verify | pull`.
+"""The command line: `mini-sglang serve | chat | generate | bench | learn | verify | pull`.
 
 Options of the engine and the server are made from the fields of their dataclasses, so names, defaults and help live in
 one place. What a command does is imported when it runs: `--help` loads no torch.
@@ -177,6 +177,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_fields(command, EngineConfig, "engine", leave_out={"seed"})
 
     _add_bench(commands)
+    _add_learn(commands)
 
     command = _add_command(commands, verify, "compare greedy output with transformers, token for token")
     command.add_argument("--max-tokens", type=int, default=20, metavar="N", help="tokens per prompt (default: 20)")
@@ -211,6 +212,43 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_bench_output(command)
     fields = {"model", "model_source", "revision", "load_format", "dtype", "page_size"}
     _add_fields(command, EngineConfig, "engine", only=fields, defaults=dummy)
+
+
+def _add_learn(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """`learn list | start | check | hint | solution | play`."""
+    help = "the course: write parts of the engine yourself, and run it with them"
+    parser = commands.add_parser("learn", help=help, description=help[0].upper() + help[1:] + ".")
+    actions = parser.add_subparsers(metavar="WHAT", required=True)
+
+    def add(name: str, help: str, run: Callable[[Any, argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = actions.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        command.set_defaults(command=lambda options: _learn(run, options))
+        if name != "list":
+            command.add_argument("lesson", metavar="LESSON", help="such as L2")
+        return command
+
+    def add_folder(command: argparse.ArgumentParser, name: str = "folder") -> None:
+        help = "the workspace (default: mini-sglang-course/LESSON)"
+        nargs = None if name.startswith("-") else "?"
+        command.add_argument(name, metavar="DIR", type=Path, nargs=nargs, help=help)
+
+    command = add("list", "all lessons, and how far you are", lambda learn, o: learn.list_lessons(o.course))
+    help = "the folder of the workspaces (default: mini-sglang-course)"
+    command.add_argument("course", metavar="DIR", nargs="?", type=Path, default=Path("mini-sglang-course"), help=help)
+    add_folder(add("start", "write a workspace", lambda learn, o: learn.start(o.lesson, o.folder)))
+    add_folder(add("check", "run the engine with your code", lambda learn, o: learn.check(o.lesson, o.folder)))
+    command = add("hint", "help, more each time", lambda learn, o: learn.hint(o.lesson, o.function, o.level, o.folder))
+    command.add_argument("function", metavar="FUNCTION", nargs="?", help="default: the first that is not written yet")
+    command.add_argument("--level", type=int, choices=(1, 2, 3), help="1 asks, 3 all but tells")
+    add_folder(command, "--folder")
+    add_folder(add("solution", "the engine's own code, as a diff", lambda learn, o: learn.solution(o.lesson, o.folder)))
+    add("play", "watch the lesson's subject move", lambda learn, o: learn.play(o.lesson))
+
+
+def _learn(run: Callable[[Any, argparse.Namespace], int], options: argparse.Namespace) -> int:
+    from mini_sglang.learn import commands
+
+    return run(commands, options)
 
 
 def _add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:

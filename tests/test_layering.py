@@ -84,7 +84,20 @@ ALLOWED: dict[str, set[str]] = {
         "weights.hub",
         "cli",
     },
-    "cli": {"config", "benchmark", "chat", "execution", "llm", "parallel", "request", "server", "verify", "weights"},
+    "learn": {"llm", "request", "weights.hub"},
+    "cli": {
+        "config",
+        "benchmark",
+        "chat",
+        "execution",
+        "learn",
+        "llm",
+        "parallel",
+        "request",
+        "server",
+        "verify",
+        "weights",
+    },
 }
 TORCH_FREE = [
     *("request", "config", "scheduling", "detokenizer", "messages", "server"),

@@ -1,0 +1,71 @@
+"""Takes the bodies of functions out of a module's source and leaves all else as it stands.
+
+What is left of a function is its decorators, its signature, its docstring and a line that says what to write. It works
+on text and knows no lesson.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from mini_sglang.learn.symbols import body_after_docstring, find_symbol
+
+
+def blank(source: str, functions: Iterable[str], lesson_id: str) -> str:
+    """`source` with the bodies of `functions` (dotted names) removed. Raises ValueError if one is not in it."""
+    tree, lines = ast.parse(source), source.splitlines()
+    nodes = {name: _function(tree, name) for name in functions}
+    for name, node in sorted(nodes.items(), key=lambda item: item[1].lineno, reverse=True):
+        first, last = _body_lines(node, lines)
+        indent = " " * (node.col_offset + 4)
+        lines[first - 1 : last] = [f'{indent}raise NotImplementedError("{marker(lesson_id, name)}")']
+    return "\n".join(lines) + "\n"
+
+
+def marker(lesson_id: str, function: str) -> str:
+    """What a blanked function raises."""
+    return f"{lesson_id}: write {function}"
+
+
+def blanks_in(source: str, functions: Iterable[str], lesson_id: str) -> list[str]:
+    """Those of `functions` that nobody has begun to write."""
+    raised = {
+        argument.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        for argument in node.exc.args
+        if isinstance(argument, ast.Constant)
+    }
+    return [function for function in functions if marker(lesson_id, function) in raised]
+
+
+def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    node = find_symbol(tree, name)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise ValueError(f"{name} is no function")
+    return node
+
+
+def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[int, int]:
+    """Numbers of the first and last line of what is removed: comments in front of the first statement go too."""
+    body = body_after_docstring(node)
+    last = node.end_lineno or node.lineno
+    if not body:
+        raise ValueError(f"{node.name} has nothing but a docstring")
+    if body is node.body:  # no docstring: everything behind the signature
+        before = max([node.lineno, *(end.end_lineno or 0 for end in _signature(node))])
+        first = next(n for n in range(before, last + 1) if lines[n - 1].split("#")[0].rstrip().endswith(":")) + 1
+    else:
+        first = (node.body[0].end_lineno or 0) + 1
+    if first > body[0].lineno:
+        raise ValueError(f"{node.name} has its body on the line of its signature")
+    return first, last
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr | ast.arg]:
+    arguments = node.args
+    parts: list[ast.expr | ast.arg] = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    parts += [*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)]
+    parts += [part for part in (arguments.vararg, arguments.kwarg, node.returns) if part is not None]
+    return parts

@@ -1,0 +1,108 @@
+"""What a lesson's check.py says its expectations with, so that a failure can be told in the learner's terms.
+
+Light on purpose: every check imports it. It knows neither pytest nor the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Check = TypeVar("Check", bound=Callable[..., object])
+
+
+class LessonError(AssertionError):
+    """An expectation that does not hold. All fields are text to be shown."""
+
+    def __init__(self, got: str, expected: str, what: str, invariant: str = "", read: str = "") -> None:
+        super().__init__(f"{what}: expected {expected}, got {got}")
+        self.got, self.expected, self.what, self.invariant, self.read = got, expected, what, invariant, read
+
+
+def guards(*names: str) -> Callable[[Check], Check]:
+    """Marks the check that is there to catch the pitfalls `names` (one, at most two)."""
+
+    def mark(check: Check) -> Check:
+        check.guards = names  # type: ignore[attr-defined]
+        return check
+
+    return mark
+
+
+def expect(got: object, expected: object, what: str, *, invariant: str = "", read: str = "") -> None:
+    """Raise LessonError unless `got == expected`.
+
+    `what` says which value it is, `invariant` which rule of the lesson would be broken, `read` which part of its page
+    explains it. Tensors have no single `==`: see `expect_close`.
+    """
+    equal = got == expected
+    if not isinstance(equal, bool):
+        raise TypeError(f"{what}: == gives a {type(equal).__name__}; compare tensors with expect_close")
+    if not equal:
+        raise LessonError(repr(got), repr(expected), _with_place(what, got, expected), invariant, read)
+
+
+def expect_close(
+    got: Any, expected: Any, what: str, *, tolerance: float = 1e-5, invariant: str = "", read: str = ""
+) -> None:
+    """Raise LessonError unless two tensors, arrays, lists or numbers have equal shapes and nearly equal values.
+
+    Nearly: within `tolerance`, absolute or relative to the expected value. NaN is close to nothing.
+    """
+    got_shape, expected_shape = _shape(got), _shape(expected)
+    if got_shape != expected_shape:
+        raise LessonError(str(got_shape), str(expected_shape), f"shape of {what}", invariant, read)
+    pairs = list(zip(_flat(got), _flat(expected), strict=True))
+    bad = [i for i, (a, b) in enumerate(pairs) if not math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)]
+    if bad:
+        place = _index(bad[0], got_shape)
+        share = f", and {len(bad) - 1} other of {len(pairs)} values" if len(bad) > 1 else ""
+        where = f"{what}, at {place}{share}" if got_shape else what
+        raise LessonError(f"{pairs[bad[0]][0]:.6g}", f"{pairs[bad[0]][1]:.6g}", where, invariant, read)
+
+
+@contextmanager
+def expect_error(
+    kind: type[Exception], what: str, *, match: str = "", invariant: str = "", read: str = ""
+) -> Iterator[None]:
+    """Raise LessonError unless the block raises `kind` with a message in which the pattern `match` is found."""
+    wanted = kind.__name__ + (f" whose message has {match!r}" if match else "")
+    try:
+        yield
+    except kind as error:
+        if re.search(match, str(error)) is None:
+            raise LessonError(f"{type(error).__name__}: {error}", wanted, what, invariant, read) from error
+        return
+    raise LessonError("no error", wanted, what, invariant, read)
+
+
+def _with_place(what: str, got: object, expected: object) -> str:
+    """For long sequences, where they part."""
+    if not isinstance(got, Sequence) or not isinstance(expected, Sequence) or max(len(got), len(expected)) < 8:
+        return what
+    pairs = zip(got, expected, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected)))
+    return f"{what} (the first difference is at index {first})"
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    return (len(value), *(_shape(value[0]) if len(value) else ())) if isinstance(value, Sequence) else ()
+
+
+def _flat(value: Any) -> list[float]:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [x for part in value for x in _flat(part)] if isinstance(value, Sequence) else [float(value)]
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> list[int]:
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.insert(0, at)
+    return index

@@ -1,0 +1,136 @@
+"""What a lesson is: its folder, its lesson.toml, and where in the package its modules lie.
+
+Reads and checks; runs nothing and knows nothing of learners. A lesson is found beside the package (a checkout) or in it
+(an installed wheel).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+PACKAGE = Path(__file__).parent.parent
+LEVELS = 3  # of a hint: a question, the idea, almost the code
+MIN_PITFALLS = 6
+
+
+class Exercise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Functions of one module that the learner writes, by their dotted names in it."""
+
+    module: str
+    functions: list[str]
+
+
+class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What helps with one function, each level saying more than the one before."""
+
+    function: str
+    levels: list[str]
+
+
+class Pitfall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A wrong implementation that people really write: our module with `before` replaced by `after`."""
+
+    name: str
+    title: str
+    module: str
+    before: str
+    after: str
+
+    def apply(self, source: str) -> str:
+        """The module's source with the mistake in it. Raises ValueError unless `before` occurs exactly once."""
+        count = source.count(self.before)
+        if count != 1:
+            raise ValueError(f"pitfall {self.name}: its `before` occurs {count} times in {self.module}, not once")
+        return source.replace(self.before, self.after)
+
+
+class Lesson(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"exercises": "exercise"}):
+    """One lesson.toml, and the folder it lies in."""
+
+    folder: Path
+    id: str
+    title: str
+    question: str
+    summary: str
+    exercises: list[Exercise]
+    hints: list[Hint] = msgspec.field(name="hint", default_factory=list)
+    pitfalls: list[Pitfall] = msgspec.field(name="pitfall", default_factory=list)
+    read: list[str] = []
+
+    @property
+    def functions(self) -> list[str]:
+        return [function for exercise in self.exercises for function in exercise.functions]
+
+    def pitfall(self, name: str) -> Pitfall | None:
+        return next((pitfall for pitfall in self.pitfalls if pitfall.name == name), None)
+
+
+def course_folder() -> Path:
+    """Where the lessons lie. Raises FileNotFoundError if this installation has none."""
+    for folder in (PACKAGE / "course", PACKAGE.parent / "course"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"no course beside or in {PACKAGE}: install mini_sglang from a wheel or a checkout")
+
+
+def all_lessons() -> list[Lesson]:
+    """Every lesson, in the order of the course."""
+    return sorted(map(load_lesson, _lesson_folders()), key=lambda lesson: int(lesson.id[1:]))
+
+
+def find_lesson(name: str) -> Lesson:
+    """The lesson called `name`: its id in any case, or its folder's name. Raises ValueError that lists them all."""
+    folders = {folder.name: folder for folder in _lesson_folders()}
+    for folder_name, folder in folders.items():
+        if name.lower() in (folder_name.lower(), folder_name.split("_")[0].lower()):
+            return load_lesson(folder)
+    known = sorted((folder_name.split("_")[0] for folder_name in folders), key=lambda lesson_id: int(lesson_id[1:]))
+    raise ValueError(f"there is no lesson {name!r}; there are {', '.join(known)}")
+
+
+def _lesson_folders() -> list[Path]:
+    return [path.parent for path in course_folder().glob("L*_*/lesson.toml")]
+
+
+def load_lesson(folder: Path) -> Lesson:
+    """Read a lesson's lesson.toml. Raises ValueError, naming the file, if it does not say what a lesson must say."""
+    path = folder / "lesson.toml"
+    try:
+        lesson: Lesson = msgspec.convert(_table(path, folder), Lesson, dec_hook=lambda kind, value: kind(value))
+    except (msgspec.ValidationError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if lesson.id != folder.name.split("_")[0]:
+        raise ValueError(f"{path}: id is {lesson.id!r}, but the folder is {folder.name}")
+    for hint in lesson.hints:
+        if hint.function not in lesson.functions or len(hint.levels) != LEVELS:
+            raise ValueError(
+                f"{path}: a hint names a function to write and has {LEVELS} levels, not so {hint.function}"
+            )
+    names = [pitfall.name for pitfall in lesson.pitfalls]
+    if len(set(names)) != len(names):
+        raise ValueError(f"{path}: two pitfalls have the same name")
+    return lesson
+
+
+def _table(path: Path, folder: Path) -> dict[str, Any]:
+    return {**tomllib.loads(path.read_text(encoding="utf-8")), "folder": str(folder)}
+
+
+def module_path(module: str) -> Path:
+    """A module's path below the package: mini_sglang.scheduling.batch → scheduling/batch.py"""
+    parts = module.split(".")
+    if parts[0] != PACKAGE.name or len(parts) < 2:
+        raise ValueError(f"{module} is not a module of {PACKAGE.name}")
+    return Path(*parts[1:]).with_suffix(".py")
+
+
+def module_source(module: str) -> str:
+    """The engine's own source of a module. Raises ValueError if there is no such module."""
+    path = PACKAGE / module_path(module)
+    if not path.is_file():
+        raise ValueError(f"there is no module {module}")
+    return path.read_text(encoding="utf-8")

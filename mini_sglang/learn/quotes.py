@@ -1,0 +1,43 @@
+"""Puts the engine's real source in the place of `--8<-- "module:Symbol"` lines of a Markdown page.
+
+A quote names a symbol, so it can neither go stale nor point at the wrong lines; one that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+
+from mini_sglang.learn.lesson import module_source
+from mini_sglang.learn.symbols import Definition, body_after_docstring, find_symbol, first_line
+
+_LINE = re.compile(r'^(?P<indent>[ \t]*)--8<-- "(?P<reference>[^"]+)"[ \t]*$', re.MULTILINE)
+
+
+def expand(markdown: str) -> str:
+    """The page with every quote replaced. Raises ValueError that names a quote which does not resolve."""
+    return _LINE.sub(lambda found: textwrap.indent(quote(found["reference"]), found["indent"]).rstrip("\n"), markdown)
+
+
+def quote(reference: str) -> str:
+    """The dedented source of `module:Symbol`, decorators and docstring kept; `module:Symbol#body` lacks the docstring.
+
+    A symbol is a class, a function or a constant, by its dotted name in the module.
+    """
+    module, _, rest = reference.partition(":")
+    symbol, _, mode = rest.partition("#")
+    if mode not in ("", "body"):
+        raise ValueError(f"quote {reference!r}: only #body may follow a symbol, got #{mode}")
+    try:
+        source = module_source(module)
+        node = find_symbol(ast.parse(source), symbol)
+    except ValueError as error:
+        raise ValueError(f"quote {reference!r}: {error}") from error
+    lines = source.splitlines()
+    first, last = first_line(node), node.end_lineno or node.lineno
+    kept = lines[first - 1 : last]
+    if mode == "body" and isinstance(node, Definition) and body_after_docstring(node) is not node.body:
+        docstring = node.body[0]
+        kept = lines[first - 1 : docstring.lineno - 1] + lines[docstring.end_lineno or docstring.lineno : last]
+    return textwrap.dedent("\n".join(kept)) + "\n"

@@ -1,0 +1,89 @@
+"""The pytest plugin of a lesson's run: writes what each check found to a file of JSON lines.
+
+Runs in the checks' process (`-p mini_sglang.learn.recorder --lesson-events FILE`). The contract comes last and is
+passed over when a check has failed: what it would say then is harder to read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mini_sglang.learn.checking import LessonError
+from mini_sglang.learn.results import CheckResult, Event, Failure, Frame, Started
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lesson-events", type=Path)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--lesson-events")
+    if path is not None:
+        config.pluginmanager.register(Recorder(path))
+
+
+class Recorder:
+    """Appends one line per event, at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failed = False
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self._failed and item.path.name == "contract.py":
+            pytest.skip("a check has failed")
+        self._write(Started(sentence(item.name)))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.failed or (report.passed and call.when == "call"):
+            failure = None
+            if call.excinfo is not None:
+                self._failed = True
+                failure = describe(call.excinfo, report.capstdout)
+            marks = getattr(getattr(item, "function", None), "guards", ())
+            self._write(CheckResult(sentence(item.name), list(marks), failure))
+        return report
+
+    def pytest_exception_interact(
+        self, node: pytest.Item | pytest.Collector, call: pytest.CallInfo[object], report: pytest.CollectReport
+    ) -> None:
+        if isinstance(node, pytest.Collector) and call.excinfo is not None:  # check.py cannot be imported
+            self._failed = True
+            self._write(CheckResult("the lesson's checks can be loaded", [], describe(call.excinfo, "")))
+
+    def _write(self, event: Event) -> None:
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(event) + b"\n")
+
+
+def sentence(test_name: str) -> str:
+    return test_name.removeprefix("test_").replace("_", " ")
+
+
+def describe(excinfo: pytest.ExceptionInfo[BaseException], output: str) -> Failure:
+    error = excinfo.value
+    if isinstance(error, pytest.Collector.CollectError) and error.__cause__ is not None:
+        error = error.__cause__
+    entries = pytest.ExceptionInfo.from_exception(error).traceback if error.__traceback__ else excinfo.traceback
+    frames = [Frame(os.path.abspath(entry.path), entry.lineno + 1, entry.name) for entry in entries]
+    told = error if isinstance(error, LessonError) else None
+    return Failure(
+        kind=type(error).__name__,
+        message=str(error),
+        frames=frames,
+        got=told.got if told else "",
+        expected=told.expected if told else "",
+        what=told.what if told else "",
+        invariant=told.invariant if told else "",
+        read=told.read if told else "",
+        output=output,
+    )

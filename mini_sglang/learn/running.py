@@ -1,0 +1,100 @@
+"""Runs a lesson's checks on the engine with other sources in the place of some of its modules.
+
+The whole package is copied to a temporary folder, where the given sources replace ours, and pytest runs there in a
+process of its own that finds the copy first: so do all processes that the engine starts. Nothing is patched in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from mini_sglang.learn.lesson import PACKAGE, Lesson, module_path
+from mini_sglang.learn.results import EVENTS, CheckResult, Report, Started
+
+LIMIT_S = 60.0
+_CONFIG = "[pytest]\naddopts = -q -p no:cacheprovider --import-mode=importlib\n"
+
+
+@contextmanager
+def overlay(sources: Mapping[str, str]) -> Iterator[Path]:
+    """A folder that holds a copy of the package in which `sources` (by module) replace ours."""
+    with tempfile.TemporaryDirectory(prefix="mini-sglang-lesson-") as name:
+        folder = Path(name).resolve()
+        # Times of files are kept, and so everything compiled for them stays valid.
+        shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("course"))
+        for module, source in sources.items():
+            (folder / PACKAGE.name / module_path(module)).write_text(source, encoding="utf-8")
+        yield folder
+
+
+def run_checks(
+    lesson: Lesson,
+    sources: Mapping[str, str],
+    *,
+    contract: bool = True,
+    stop_at_first: bool = False,
+    limit_s: float = LIMIT_S,
+) -> Report:
+    """Run the lesson's check.py, and the contract behind it, with `sources` in place.
+
+    Frames of failures that lie in `sources` get the path of the module below the package; other frames are left out.
+    """
+    with overlay(sources) as folder:
+        events, began = folder / "events.jsonl", time.monotonic()
+        (folder / "pytest.ini").write_text(_CONFIG)
+        files = [lesson.folder / "check.py", *([folder / PACKAGE.name / "learn" / "contract.py"] if contract else [])]
+        options = ["-x"] if stop_at_first else []
+        command = [sys.executable, "-m", "pytest", "-c", folder / "pytest.ini", "--rootdir", folder, *options]
+        command += ["-p", f"{PACKAGE.name}.learn.recorder", "--lesson-events", events, *files]
+        cut_short, output = _run([str(word) for word in command], folder, limit_s)
+        lines = events.read_bytes().splitlines() if events.exists() else []
+        results, unfinished = [], ""
+        for event in map(EVENTS.decode, lines):
+            if isinstance(event, CheckResult):
+                results.append(_in_terms_of_the_module(event, folder / PACKAGE.name, sources))
+            unfinished = event.name if isinstance(event, Started) else ""
+    if not results and not cut_short:
+        cut_short = f"no check was run:\n{output}"
+    return Report(results, unfinished if cut_short else "", cut_short, time.monotonic() - began)
+
+
+def _run(command: list[str], folder: Path, limit_s: float) -> tuple[str, str]:
+    """Run to the end or the limit; returns why it was cut short ("" if it was not) and the end of what it printed."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"the checks were not done after {limit_s:.0f} s, and were stopped", ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # with all that the engine may have started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode < 0:
+        return f"the checks' process died of signal {-process.returncode}", output[-2000:]
+    return "", output[-2000:]
+
+
+def _in_terms_of_the_module(result: CheckResult, package: Path, sources: Mapping[str, str]) -> CheckResult:
+    failure = result.failure
+    if failure is None:
+        return result
+    names = {str(package / module_path(module)): module_path(module).as_posix() for module in sources}
+    frames = [replace(frame, path=names[frame.path]) for frame in failure.frames if frame.path in names]
+    return replace(result, failure=replace(failure, frames=frames))
