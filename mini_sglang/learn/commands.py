@@ -54,15 +54,15 @@ def start(name: str, folder: Path | None) -> int:
     console.print(f"[bold]{lesson.id} · {lesson.title}[/]\n{lesson.question}\n")
     for path in files:
         console.print(f"  {path}", soft_wrap=True)
-    console.print(f"\nTo write: {', '.join(lesson.functions)}")
-    console.print(f"Then: [bold]mini-sglang learn check {lesson.id}[/]")
+    console.print(f"\nRead lesson.md, write {', '.join(lesson.functions)}, then")
+    console.print(f"[bold]mini-sglang learn check {lesson.id}[/]")
     return 0
 
 
 def check(name: str, folder: Path | None) -> int:
     """Run the checks and the contract on the workspace; 0 if all of it holds."""
     if find_spec("pytest") is None:
-        raise ValueError("the checks need pytest: pip install pytest")
+        raise ValueError("the checks need pytest: pip install 'mini-sglang[learn]'")
     lesson, folder = _opened(name, folder)
     sources = workspace.read_sources(lesson, folder)
     blanks = workspace.still_blank(lesson, sources)

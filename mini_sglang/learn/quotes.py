@@ -21,23 +21,28 @@ def expand(markdown: str) -> str:
 
 
 def quote(reference: str) -> str:
-    """The dedented source of `module:Symbol`, decorators and docstring kept; `module:Symbol#body` lacks the docstring.
+    """The dedented source of `module:Symbol`, a class, a function or a constant by its dotted name in the module.
 
-    A symbol is a class, a function or a constant, by its dotted name in the module.
+    `module:Symbol#body` leaves out the docstring, `module:Symbol#head` keeps nothing but signature and docstring, and
+    `module:__doc__` is the module's docstring. Raises ValueError that names the quote if it leads nowhere.
     """
     module, _, rest = reference.partition(":")
-    symbol, _, mode = rest.partition("#")
-    if mode not in ("", "body"):
-        raise ValueError(f"quote {reference!r}: only #body may follow a symbol, got #{mode}")
+    symbol, _, part = rest.partition("#")
+    if part not in ("", "body", "head"):
+        raise ValueError(f"quote {reference!r}: #body or #head may follow a symbol, got #{part}")
     try:
         source = module_source(module)
-        node = find_symbol(ast.parse(source), symbol)
+        tree = ast.parse(source)
+        if symbol == "__doc__":
+            return (ast.get_docstring(tree) or "") + "\n"
+        node = find_symbol(tree, symbol)
     except ValueError as error:
         raise ValueError(f"quote {reference!r}: {error}") from error
     lines = source.splitlines()
     first, last = first_line(node), node.end_lineno or node.lineno
     kept = lines[first - 1 : last]
-    if mode == "body" and isinstance(node, Definition) and body_after_docstring(node) is not node.body:
+    if part and isinstance(node, Definition) and body_after_docstring(node) is not node.body:
         docstring = node.body[0]
-        kept = lines[first - 1 : docstring.lineno - 1] + lines[docstring.end_lineno or docstring.lineno : last]
+        end = docstring.end_lineno or docstring.lineno
+        kept = lines[first - 1 : end] if part == "head" else lines[first - 1 : docstring.lineno - 1] + lines[end:last]
     return textwrap.dedent("\n".join(kept)) + "\n"

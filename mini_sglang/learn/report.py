@@ -10,11 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from mini_sglang.learn.blanking import marker
 from mini_sglang.learn.lesson import Lesson
 from mini_sglang.learn.results import CheckResult, Failure, Report
+from mini_sglang.learn.running import CHECK
 
 _LONGEST = 400  # characters of a value
 _OUTPUT_LINES = 12
@@ -26,6 +28,8 @@ def print_report(console: Console, lesson: Lesson, report: Report, blanks: list[
     for result in report.results:
         mark = "[green]✓[/]" if result.failure is None else "[red]✗[/]"
         console.print(f"  {mark} {escape(result.name)}")
+    if report.first_failure is not None:
+        console.print("  [dim]· the contract, when all of these hold[/]")
     console.print()
     if report.cut_short:
         during = f", while it was checked that\n[bold]{escape(report.unfinished)}[/]" if report.unfinished else ""
@@ -44,30 +48,36 @@ def _print_failure(console: Console, lesson: Lesson, result: CheckResult, failur
     if failure.kind == "NotImplementedError" and failure.message.startswith(marker(lesson.id, "")):
         console.print(f"  needs a function that is not written yet: [bold]{failure.message.split()[-1]}[/]\n")
         return
-    if failure.what:
-        _print_field(console, "what", failure.what)
-        _print_field(console, "expected", failure.expected)
-        _print_field(console, "got", failure.got)
-    else:
-        _print_field(console, "expected", "no error")
-        _print_field(console, "got", f"{failure.kind}: {failure.message}" if failure.message else failure.kind)
-    if failure.invariant:
-        _print_field(console, "broken", failure.invariant)
-    if failure.read:
-        _print_field(console, "read", failure.read)
-    for frame in failure.frames[-1:]:
-        _print_field(console, "where", f"{folder / frame.path}, line {frame.line}, in {frame.function}")
-    if failure.output:
-        _print_field(console, "printed", "\n".join(failure.output.splitlines()[-_OUTPUT_LINES:]))
-    console.print()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for label, value in _fields(lesson, failure, folder).items():
+        if value:
+            table.add_row(label, Text(_shortened(value)))
+    console.print(Padding(table, (0, 0, 1, 2), expand=False))
     for name in result.guards:
         if (pitfall := lesson.pitfall(name)) is not None:
-            console.print(f"  This is what “{escape(pitfall.title)}” looks like ({lesson.id}, pitfall {name}).")
+            console.print(f"  This is what [bold]{escape(pitfall.title)}[/] looks like ({lesson.id}, pitfall {name}).")
     if result.guards:
         console.print()
 
 
-def _print_field(console: Console, label: str, value: str) -> None:
-    shown = value if len(value) <= _LONGEST else f"{value[: _LONGEST // 2]} … {value[-_LONGEST // 2 :]}"
-    text = Text.assemble((f"{label:<10}", "dim"), shown.replace("\n", "\n" + " " * 10))
-    console.print(Padding(text, (0, 0, 0, 2)))
+def _fields(lesson: Lesson, failure: Failure, folder: Path) -> dict[str, str]:
+    """What is to be said, label by label; an exception that no check expected says what it is."""
+    unexpected = f"{failure.kind}: {failure.message}" if failure.message else failure.kind
+    yours = [frame for frame in failure.frames if frame.path != CHECK]
+    checks = [frame for frame in failure.frames if frame.path == CHECK]
+    return {
+        "what": failure.what,
+        "expected": failure.expected or "no error",
+        "got": failure.got or unexpected,
+        "broken": failure.invariant,
+        "where": f"{folder / yours[-1].path}, line {yours[-1].line}, in {yours[-1].function}" if yours else "",
+        "check": f"{lesson.folder / CHECK}, line {checks[0].line}" if checks else "",
+        "read": f"{failure.read}  ({folder / 'lesson.md'})" if failure.read else "",
+        "printed": "\n".join(failure.output.splitlines()[-_OUTPUT_LINES:]),
+    }
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST // 2]} … {value[-_LONGEST // 2 :]}"

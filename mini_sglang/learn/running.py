@@ -24,7 +24,8 @@ from mini_sglang.learn.lesson import PACKAGE, Lesson, module_path
 from mini_sglang.learn.results import EVENTS, CheckResult, Report, Started
 
 LIMIT_S = 60.0
-_CONFIG = "[pytest]\naddopts = -q -p no:cacheprovider --import-mode=importlib\n"
+CHECK = "check.py"
+_CONFIG = "[pytest]\naddopts = -q -p no:cacheprovider --noconftest --import-mode=importlib\n"
 
 
 @contextmanager
@@ -49,7 +50,8 @@ def run_checks(
 ) -> Report:
     """Run the lesson's check.py, and the contract behind it, with `sources` in place.
 
-    Frames of failures that lie in `sources` get the path of the module below the package; other frames are left out.
+    Frames of failures that lie in `sources` get the path of the module below the package, those in check.py are named
+    so, and others are left out.
     """
     with overlay(sources) as folder:
         events, began = folder / "events.jsonl", time.monotonic()
@@ -59,11 +61,13 @@ def run_checks(
         command = [sys.executable, "-m", "pytest", "-c", folder / "pytest.ini", "--rootdir", folder, *options]
         command += ["-p", f"{PACKAGE.name}.learn.recorder", "--lesson-events", events, *files]
         cut_short, output = _run([str(word) for word in command], folder, limit_s)
+        names = {str(folder / PACKAGE.name / module_path(name)): module_path(name).as_posix() for name in sources}
+        names[str(lesson.folder / "check.py")] = CHECK
         lines = events.read_bytes().splitlines() if events.exists() else []
         results, unfinished = [], ""
         for event in map(EVENTS.decode, lines):
             if isinstance(event, CheckResult):
-                results.append(_in_terms_of_the_module(event, folder / PACKAGE.name, sources))
+                results.append(_with_frames_of(event, names))
             unfinished = event.name if isinstance(event, Started) else ""
     if not results and not cut_short:
         cut_short = f"no check was run:\n{output}"
@@ -91,10 +95,9 @@ def _run(command: list[str], folder: Path, limit_s: float) -> tuple[str, str]:
     return "", output[-2000:]
 
 
-def _in_terms_of_the_module(result: CheckResult, package: Path, sources: Mapping[str, str]) -> CheckResult:
-    failure = result.failure
-    if failure is None:
+def _with_frames_of(result: CheckResult, names: Mapping[str, str]) -> CheckResult:
+    """Only the frames that lie in one of `names`, under their new names."""
+    if result.failure is None:
         return result
-    names = {str(package / module_path(module)): module_path(module).as_posix() for module in sources}
-    frames = [replace(frame, path=names[frame.path]) for frame in failure.frames if frame.path in names]
-    return replace(result, failure=replace(failure, frames=frames))
+    frames = [replace(frame, path=names[frame.path]) for frame in result.failure.frames if frame.path in names]
+    return replace(result, failure=replace(result.failure, frames=frames))

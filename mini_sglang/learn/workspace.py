@@ -1,4 +1,4 @@
-"""A learner's folder: README.md and one file per module of the exercise, at its path below the package.
+"""A learner's folder: README.md, the lesson's page, and the modules of the exercise at their paths below the package.
 
 Also what is remembered between commands, in `progress.json` beside the workspaces. It never overwrites work.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from mini_sglang.learn import quotes
 from mini_sglang.learn.blanking import blank, blanks_in
 from mini_sglang.learn.lesson import Exercise, Lesson, module_path, module_source
 
@@ -39,7 +40,9 @@ def blanked_sources(lesson: Lesson) -> dict[str, str]:
 
 def start(lesson: Lesson, folder: Path) -> list[Path]:
     """Write a workspace, return its files. Raises FileExistsError where one of them is already there."""
-    texts = {folder / "README.md": readme(lesson, folder)}
+    page = quotes.expand((lesson.folder / "lesson.md").read_text(encoding="utf-8"))
+    figure = (lesson.folder / "figure.svg").read_text(encoding="utf-8")
+    texts = {folder / "README.md": readme(lesson, folder), folder / "lesson.md": page, folder / "figure.svg": figure}
     texts |= {folder / module_path(module): source for module, source in blanked_sources(lesson).items()}
     for path in texts:
         if path.exists():
@@ -80,14 +83,15 @@ def readme(lesson: Lesson, folder: Path) -> str:
         f"- in `{module_path(exercise.module)}`: {', '.join(f'`{name}`' for name in exercise.functions)}"
         for exercise in lesson.exercises
     )
-    command = f"mini-sglang learn {{}} {lesson.id}" + ("" if folder == default_folder(lesson) else f" {folder}")
+    elsewhere = "" if folder == default_folder(lesson) else f" {folder}"
+    here = f" --folder{elsewhere}" if elsewhere else ""
     return f"""# {lesson.id} · {lesson.title}
 
 **{lesson.question}**
 
 {lesson.summary.strip()}
 
-The page with figure, design and pitfalls: {lesson.folder / "lesson.md"}
+[lesson.md](lesson.md) is the lesson: idea, figure, design, pitfalls, questions.
 
 ## Write
 
@@ -98,10 +102,10 @@ code, and the checks run the real engine with your files in the place of its own
 
 ## Go on
 
-    {command.format("check")}      what is right, what is not, and why
-    mini-sglang learn hint {lesson.id}       help, a little more each time
-    {command.format("solution")}   the way to the engine's own code, as a diff
-    mini-sglang learn play {lesson.id}       watch it move
+    mini-sglang learn check {lesson.id}{elsewhere}
+    mini-sglang learn hint {lesson.id}{here}        (help, a little more each time)
+    mini-sglang learn solution {lesson.id}{elsewhere}    (the way to the engine's own code, as a diff)
+    mini-sglang learn play {lesson.id}        (watch it move)
 """
 
 

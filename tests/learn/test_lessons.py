@@ -48,7 +48,7 @@ def test_a_fresh_workspace_fails_and_names_a_function_to_write(lesson: Lesson) -
 @every_lesson
 def test_the_engines_own_code_passes_with_the_contract(lesson: Lesson) -> None:
     sources = {exercise.module: module_source(exercise.module) for exercise in lesson.exercises}
-    report = run_checks(lesson, sources)
+    report = run_checks(lesson, sources, limit_s=300)  # a busy machine is no reason to fail
     assert report.passed, told(report)
     assert report.results[-1].name == "greedy tokens equal those of transformers"
 
