@@ -29,9 +29,7 @@ console, began = Console(), time.perf_counter()
 
 def main() -> None:
     asyncio.run(_serve())
-    console.print(
-        "[dim]A slow reader costs the engine nothing, and one output of memory. Who leaves is told at once.[/]"
-    )
+    console.print("[dim]A slow reader costs the engine nothing. Of one that leaves it is told at once.[/]")
 
 
 async def _serve() -> None:
