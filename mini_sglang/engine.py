@@ -104,6 +104,12 @@ class Engine:
         return StepOutputs(outputs.request_ids, outputs.token_ids, [*ended, *outputs.others])
 
     def _launch_and_read(self) -> StepOutputs:
+        """Launch the step that the scheduler wants, if it wants one; then read the oldest step, if that is due.
+
+        It is due if more than `run_ahead` steps are on their way, or if there was none to launch. What launching or
+        reading raises ends the requests of that step alone (`_fail`). With no step to read, wait a moment for masks if
+        there are any.
+        """
         batch = self.scheduler.schedule()
         if batch is not None:
             try:
