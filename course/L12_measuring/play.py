@@ -32,7 +32,7 @@ QWEN3_8B = ModelConfig(
 H100 = Ceilings(bytes_per_second=3.35e12, flops_per_second=989e12)  # SXM, bfloat16 without sparsity
 PROMPT, OUTPUT, REQUESTS = 800, 60, 70
 GOOD_FIRST_S, GOOD_GAP_S = 0.1, 0.012  # a good request: first token, and mean time between tokens
-RATES = (20, 60, 80, 120)  # requests a second
+RATES = (20, 60, 80, 100)  # requests a second
 
 
 def main() -> None:
