@@ -13,6 +13,7 @@ from rich.text import Text
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.request import Request, RequestStatus, SamplingParams
+from mini_sglang.scheduling.batch import Row, ScheduledBatch
 from mini_sglang.scheduling.simulation import Simulation
 
 Arrival = tuple[int, str, int, int]  # step, name, prompt tokens, output tokens
@@ -44,15 +45,16 @@ def _run(arrivals: list[Arrival], budget: int, num_pages: int) -> tuple[dict[str
     simulation.scheduler.expected_output = 0.0
     lines = {name: Text() for _, name, _, _ in arrivals}
     times: dict[str, list[float]] = {name: [] for name in lines}
-    clock, schedule, rows = 0.0, simulation.scheduler.schedule, {}
+    clock, schedule = 0.0, simulation.scheduler.schedule
+    rows: dict[int, Row] = {}  # of the step
 
-    def watched_schedule() -> object:
+    def watched_schedule() -> ScheduledBatch | None:
         batch = schedule()
         rows.clear()
         rows.update({row.slot: row for row in batch.rows} if batch is not None else {})
         return batch
 
-    simulation.scheduler.schedule = watched_schedule  # type: ignore[method-assign, assignment]
+    simulation.scheduler.schedule = watched_schedule  # type: ignore[method-assign]
     for step in range(200):
         for at, name, prompt, output in arrivals:
             if at == step:

@@ -143,7 +143,8 @@ class Wire:
 
     async def receive(self, what: str, read: str) -> ToEngine:
         async def message() -> ToEngine:
-            return decode_to_engine(await self._socket.recv())
+            received: ToEngine = decode_to_engine(await self._socket.recv())
+            return received
 
         return await soon(message(), f"the engine process learns {what}", read=read)
 

@@ -91,8 +91,9 @@ async def _play_engine(socket: zmq.asyncio.Socket) -> None:
         outputs = []
         for wire_id, done in list(progress.items()):
             is_last = done + 1 == len(ANSWER)
-            reason = FinishReason.LENGTH if is_last else None
-            outputs.append(TokenOutput(request_id=wire_id, token_ids=[ord(ANSWER[done])], finish_reason=reason))
+            output = TokenOutput(request_id=wire_id, token_ids=[ord(ANSWER[done])])
+            output.finish_reason = FinishReason.LENGTH if is_last else None
+            outputs.append(output)
             progress[wire_id] = done + 1
             if is_last:
                 del progress[wire_id]
