@@ -40,12 +40,12 @@ def main() -> None:
         counts = Counter(_draw(LOGITS.expand(DRAWS, -1), [params] * DRAWS, [1] * DRAWS, list(range(DRAWS))))
         table.add_row(name, *(_cell(counts[token_id]) for token_id in range(len(WORDS))))
     console.print(table)
-    time.sleep(PAUSE_S)
+    _rest(console)
     console.print("\n[bold]One seed, three batches[/]: 8 tokens of seed 42 at temperature 1.5")
     params = SamplingParams(temperature=1.5, top_p=0.95)
     for others in (0, 1, 63):
         console.print(f"  beside {others:2} others: {_text_beside(others, params)}")
-        time.sleep(PAUSE_S)
+        _rest(console)
     console.print("[dim]The noise of a token is a hash of (seed, position, token): no batch can change it.[/]")
 
 
@@ -74,6 +74,11 @@ def _cell(count: int) -> str:
         return "[dim]·[/]"
     colour = "bold green" if share > 0.3 else "green" if share > 0.05 else "white"
     return f"[{colour}]{'▁▂▃▄▅▆▇█'[min(int(share * 10), 7)]} {share:.0%}[/]" if share >= 0.005 else "[white]<1%[/]"
+
+
+def _rest(console: Console) -> None:
+    if console.is_terminal:  # else nobody watches
+        time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def main() -> None:
     ):
         console.print(_drawn(title, *_run(arrivals, budget, num_pages)))
         console.print()
-        time.sleep(PAUSE_S)
+        _rest(console)
     console.print("[dim]digits: prompt tokens in the step · ━ one token of a stream · × preempted, waiting again[/]")
 
 
@@ -93,6 +93,11 @@ def _drawn(title: str, lines: dict[str, Text], times: dict[str, list[float]]) ->
         figures = (times[name][0], max(gaps), times[name][-1])
         table.add_row(name, line, *(f"{figure:.0f} ms" for figure in figures))
     return table
+
+
+def _rest(console: Console) -> None:
+    if console.is_terminal:  # else nobody watches
+        time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

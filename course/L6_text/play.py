@@ -44,7 +44,7 @@ def _stream(console: Console, tokenizer: Tokenizer, text: str, stop: StopChecker
             repr(visible) if visible else "[yellow]held[/]" if stop.matched is None else "[red]cut[/]",
             repr(shown),
         )
-        time.sleep(PAUSE_S)
+        _rest(console)
         if stop.matched is not None:
             break
     console.print(table)
@@ -52,6 +52,11 @@ def _stream(console: Console, tokenizer: Tokenizer, text: str, stop: StopChecker
         console.print(f"at the end: {detokenizer.flush() + stop.flush()!r}")
     else:
         console.print(f"stopped by {stop.matched!r}: the engine is told to end the request")
+
+
+def _rest(console: Console) -> None:
+    if console.is_terminal:  # else nobody watches
+        time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

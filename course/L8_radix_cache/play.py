@@ -67,7 +67,7 @@ def main() -> None:
         act(name)
         kv.check()
         console.print(_drawn(kv, words))
-        time.sleep(PAUSE_S)
+        _rest(console)
     console.print("E took the pages of the leaf that was used least recently. What C and D hold, nobody can take.")
 
 
@@ -87,6 +87,11 @@ def _hang(node: Node, branch: Tree, words: Words) -> None:
         locks = f"{child.locks} lock{'s' * (child.locks != 1)}"
         text = words.decode(child.tokens.tolist())
         _hang(child, branch.add(f"[{colour}]{text}[/] [dim]pages {child.page_ids}, {locks}[/]"), words)
+
+
+def _rest(console: Console) -> None:
+    if console.is_terminal:  # else nobody watches
+        time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":
