@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 TORCH_FREE = [
-    *("request", "config", "scheduling", "detokenizer", "messages", "server"),
+    *("request", "config", "scheduling", "detokenizer", "messages", "server", "learn"),
     *("structured_output", "grammar_ending", "grammar_masks", "grammar_check"),
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mini_sglang.learn.checking import expect, guards
+from mini_sglang.learn.checking import LessonError, expect, guards
 from mini_sglang.request import FinishReason, Request, SamplingParams
 
 COUNTS = "L0: What a request counts"
@@ -26,7 +26,7 @@ TINY = {
 # -- a request --------------------------------------------------------------------------------------------------------
 
 
-def test_known_are_the_prompts_tokens_and_those_of_the_answer_that_were_read() -> None:
+def test_known_are_the_tokens_of_the_prompt_and_those_of_the_answer_that_were_read() -> None:
     request = Request("r", [5, 6, 7], SamplingParams(), output_ids=[8, 9])
     expect(request.num_known_tokens, 5, "known tokens of a prompt of 3 and 2 of its answer", read=COUNTS)
 
@@ -44,13 +44,15 @@ def test_a_token_that_is_being_sampled_counts_before_its_value_is_known() -> Non
 
 
 @guards("told-to-go-on")
-def test_the_models_end_tokens_do_not_end_an_answer_that_ignores_them() -> None:
+def test_end_tokens_of_the_model_do_not_end_an_answer_that_ignores_them() -> None:
     request = Request("r", [5], SamplingParams(ignore_eos=True), eos_token_ids=frozenset({1, 2}))
     expect(sorted(request.stop_ids), [], "end tokens with ignore_eos", read=COUNTS)
+    own = Request("r", [5], SamplingParams(ignore_eos=True, stop_token_ids=[9]), eos_token_ids=frozenset({1, 2}))
+    expect(sorted(own.stop_ids), [9], "end tokens with ignore_eos and stop_token_ids=[9]", read=COUNTS)
 
 
 @guards("stop-ids-replace-the-end")
-def test_the_callers_stop_tokens_stand_beside_the_models_own() -> None:
+def test_stop_tokens_of_the_caller_stand_beside_those_of_the_model() -> None:
     request = Request("r", [5], SamplingParams(stop_token_ids=[9]), eos_token_ids=frozenset({1, 2}))
     expect(sorted(request.stop_ids), [1, 2, 9], "end tokens with stop_token_ids=[9]", read=COUNTS)
     plain = Request("r", [5], SamplingParams(), eos_token_ids=frozenset({1, 2}))
@@ -137,6 +139,7 @@ def test_running_ahead_changes_no_token() -> None:
     for run_ahead in (0, 1):
         with tiny_engine(run_ahead) as engine:
             tokens.append(generate(engine))
+    expect(len(tokens[0]), 4, "tokens of an answer of 4 with run_ahead 0, in at most 20 steps", read=LOOP)
     expect(tokens[1], tokens[0], "greedy tokens with run_ahead 1, expected those with run_ahead 0", read=LOOP)
 
 
@@ -162,6 +165,9 @@ class Script:
     def _read(self, step: int) -> int:
         self.events.append(f"read {step}")
         return step
+
+    def fail(self, batch: Any, error: str) -> Any:
+        raise LessonError(error, "no error", f"launching and reading step {batch.step}", read=LOOP)
 
     def update(self, batch: Any, result: int) -> Any:
         from mini_sglang.request import StepOutputs

@@ -135,7 +135,7 @@ def test_a_page_that_matched_in_part_stays_with_those_who_filled_it() -> None:
 
 
 @guards("copy-forgotten")
-def test_what_matched_inside_a_page_is_copied_to_the_requests_own() -> None:
+def test_what_matched_inside_a_page_is_copied_to_a_page_of_its_own() -> None:
     kv, first, second = matched_inside_a_page()
     _, copies = kv.take_changes()
     rule = "every computed token has its key and value in the request's own page table"

@@ -80,12 +80,12 @@ def expect_error(
 
 
 def _with_place(what: str, got: object, expected: object) -> str:
-    """For long sequences, where they part."""
+    """For long sequences that begin alike, where they part."""
     if not isinstance(got, Sequence) or not isinstance(expected, Sequence) or max(len(got), len(expected)) < 8:
         return what
     pairs = zip(got, expected, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected)))
-    return f"{what} (the first difference is at index {first})"
+    return f"{what} (the first difference is at index {first})" if first else what
 
 
 def _shape(value: Any) -> tuple[int, ...]:

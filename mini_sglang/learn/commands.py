@@ -68,9 +68,8 @@ def check(name: str, folder: Path | None) -> int:
     blanks = workspace.still_blank(lesson, sources)
     resolve_model("smollm2-135m")  # fetched, if it has to be, outside of the checks' time
     console = Console(highlight=False)
-    with console.status(
-        f"running the engine with {', '.join(str(module_path(module)) for module in sources)} of yours"
-    ):
+    yours = ", ".join(module_path(module).name for module in sources)
+    with console.status(f"running the engine with your {yours}"):
         report = run_checks(lesson, sources)
     print_report(console, lesson, report, blanks, folder)
     progress = _progress(lesson, folder)

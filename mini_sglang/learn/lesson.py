@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -48,7 +47,7 @@ class Pitfall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return source.replace(self.before, self.after)
 
 
-class Lesson(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"exercises": "exercise"}):
+class Lesson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One lesson.toml, and the folder it lies in."""
 
     folder: Path
@@ -56,10 +55,10 @@ class Lesson(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"e
     title: str
     question: str
     summary: str
-    exercises: list[Exercise]
+    exercises: list[Exercise] = msgspec.field(name="exercise")
     hints: list[Hint] = msgspec.field(name="hint", default_factory=list)
     pitfalls: list[Pitfall] = msgspec.field(name="pitfall", default_factory=list)
-    read: list[str] = []
+    read: list[str] = []  # what else of the documentation helps
 
     @property
     def functions(self) -> list[str]:
@@ -100,7 +99,8 @@ def load_lesson(folder: Path) -> Lesson:
     """Read a lesson's lesson.toml. Raises ValueError, naming the file, if it does not say what a lesson must say."""
     path = folder / "lesson.toml"
     try:
-        lesson: Lesson = msgspec.convert(_table(path, folder), Lesson, dec_hook=lambda kind, value: kind(value))
+        table = {**tomllib.loads(path.read_text(encoding="utf-8")), "folder": str(folder)}
+        lesson: Lesson = msgspec.convert(table, Lesson, dec_hook=lambda kind, value: kind(value))  # a Path
     except (msgspec.ValidationError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if lesson.id != folder.name.split("_")[0]:
@@ -114,10 +114,6 @@ def load_lesson(folder: Path) -> Lesson:
     if len(set(names)) != len(names):
         raise ValueError(f"{path}: two pitfalls have the same name")
     return lesson
-
-
-def _table(path: Path, folder: Path) -> dict[str, Any]:
-    return {**tomllib.loads(path.read_text(encoding="utf-8")), "folder": str(folder)}
 
 
 def module_path(module: str) -> Path:

@@ -84,6 +84,7 @@ def readme(lesson: Lesson, folder: Path) -> str:
         for exercise in lesson.exercises
     )
     elsewhere = "" if folder == default_folder(lesson) else f" {folder}"
+    read = f" See also {', '.join(lesson.read)}." if lesson.read else ""
     here = f" --folder{elsewhere}" if elsewhere else ""
     return f"""# {lesson.id} · {lesson.title}
 
@@ -91,7 +92,7 @@ def readme(lesson: Lesson, folder: Path) -> str:
 
 {lesson.summary.strip()}
 
-[lesson.md](lesson.md) is the lesson: idea, figure, design, pitfalls, questions.
+[lesson.md](lesson.md) is the lesson: idea, figure, design, pitfalls, questions.{read}
 
 ## Write
 

@@ -5,8 +5,11 @@ One process per pitfall: `pytest tests/learn/test_lessons.py -k L2` runs what be
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from xml.etree import ElementTree
 
 import pytest
@@ -19,7 +22,8 @@ from mini_sglang.learn.running import run_checks
 from mini_sglang.learn.workspace import blanked_sources
 
 LESSONS = all_lessons()
-PITFALLS = [(lesson, pitfall) for lesson in LESSONS for pitfall in lesson.pitfalls]
+PITFALLS = {f"{lesson.id}-{pitfall.name}": (lesson, pitfall) for lesson in LESSONS for pitfall in lesson.pitfalls}
+BUSY_S = 300  # a busy machine is no reason to fail
 FIGURE_TAG = "{http://www.w3.org/2000/svg}svg"
 
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.id)
@@ -48,15 +52,33 @@ def test_a_fresh_workspace_fails_and_names_a_function_to_write(lesson: Lesson) -
 @every_lesson
 def test_the_engines_own_code_passes_with_the_contract(lesson: Lesson) -> None:
     sources = {exercise.module: module_source(exercise.module) for exercise in lesson.exercises}
-    report = run_checks(lesson, sources, limit_s=300)  # a busy machine is no reason to fail
+    report = run_checks(lesson, sources, limit_s=BUSY_S)
     assert report.passed, told(report)
     assert report.results[-1].name == "greedy tokens equal those of transformers"
 
 
-@pytest.mark.parametrize(("lesson", "pitfall"), PITFALLS, ids=[f"{a.id}-{b.name}" for a, b in PITFALLS])
-def test_a_pitfall_is_caught_and_named(lesson: Lesson, pitfall: Pitfall) -> None:
+@pytest.fixture(scope="session")
+def reports(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Report]]]:
+    """By lesson and pitfall, the runs of all that were selected, as many at a time as there are cores."""
+    names = {item.name for item in request.session.items}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {
+            name: pool.submit(run_with_pitfall, lesson, pitfall)
+            for name, (lesson, pitfall) in PITFALLS.items()
+            if f"test_a_pitfall_is_caught_and_named[{name}]" in names
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def run_with_pitfall(lesson: Lesson, pitfall: Pitfall) -> Report:
     sources = {pitfall.module: pitfall.apply(module_source(pitfall.module))}
-    failed = first_failure(run_checks(lesson, sources, contract=False, stop_at_first=True))
+    return run_checks(lesson, sources, contract=False, stop_at_first=True, limit_s=BUSY_S)
+
+
+@pytest.mark.parametrize("name", PITFALLS)
+def test_a_pitfall_is_caught_and_named(name: str, reports: dict[str, Future[Report]]) -> None:
+    _, pitfall = PITFALLS[name]
+    failed = first_failure(reports[name].result())
     assert pitfall.name in failed.guards, f"caught by another check: {failed}"
     assert len(failed.guards) <= 2, failed.guards
 
@@ -92,6 +114,8 @@ def test_a_figure_is_well_formed_and_fetches_nothing(lesson: Lesson) -> None:
 @every_lesson
 def test_the_demo_runs(lesson: Lesson) -> None:
     command = [sys.executable, "-m", "mini_sglang", "learn", "play", lesson.id]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=BUSY_S, check=False, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
