@@ -74,7 +74,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
 
 
 async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: socket.socket, signals: _Signals) -> int:
-    server = _Server(engine, config, listener)
+    server = HttpServer(engine, config, listener)
     serving = asyncio.create_task(server.serve([listener]))
     died = asyncio.create_task(engine.wait_dead())
     await _any_of(serving, died, signals.first)
@@ -117,7 +117,7 @@ class _Signals:
             self.second.set_result(None)
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: what a signal means is decided above."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
