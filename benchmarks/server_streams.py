@@ -244,7 +244,8 @@ def report(measured: Json, streams: Sequence[Stream], tokens: int) -> None:
         sys.exit(f"{short} streams have not got all of their tokens")
     connected = min(stream.connected for stream in streams)
     begun, ended = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
-    for phase, since, until in (("while they begin", connected, begun), ("while all run", begun, ended)):
+    phases = (("all in all", connected, ended), ("while they begin", connected, begun), ("while all run", begun, ended))
+    for phase, since, until in phases:
         lags = [lag for when, lag in measured["lags"] if since <= when < until]
         slices = [cpu for when, cpu in measured["slices"] if since <= when < until]
         used = [cpu for when, cpu in measured["used"] if since <= when < until]
