@@ -142,7 +142,6 @@ class AsyncEngine:
         self._dead = asyncio.Event()
         eos = frozenset(info.eos_token_ids)
         self._grammars = GrammarChecker(functools.partial(Vocabulary.of, tokenizer, info.vocab_size, eos))
-        self._grammars.start()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch_process())]
 
     @classmethod

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 import ssl
@@ -24,6 +25,7 @@ import uvicorn
 
 from mini_sglang.async_engine import AsyncEngine
 from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.server.api_keys import with_all_keys
 from mini_sglang.server.app import create_app
 from mini_sglang.server.bounded_http import BoundedHttp
 from mini_sglang.server.context import ServerContext
@@ -40,12 +42,13 @@ ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit status. Blocks; must run in the main thread, for the signals.
 
-    Raises OSError if the address is taken; ValueError or OSError if the certificate does not fit its key or the model's
-    name leads nowhere.
+    Raises OSError if the address is taken; ValueError or OSError if the certificate does not fit its key, an API key is
+    missing where one should be, or the model's name leads nowhere.
     """
     handler = logging.StreamHandler()
     handler.addFilter(RequestIdFilter())
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler])
+    server_config = with_all_keys(server_config, os.environ)
     _check_certificate(server_config)
     with _bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
         # Fetched here, not in the event loop: Ctrl-C still stops a long download.
