@@ -255,14 +255,14 @@ def report(measured: Json, streams: Sequence[Stream], tokens: int) -> None:
         print(f"  longest piece of work   {1e3 * max(slices):.1f} ms of CPU time")
         print(f"  CPU time per token      {1e3 * (used[-1] - used[0]) / num_tokens:.3f} ms")
     first_steps = {wire_id.partition("#")[0]: step for wire_id, step in measured["first_steps"].items()}
-    waits = []
+    waits: list[list[float]] = [[] for _ in measured["sent"]]  # of the streams' tokens, by step
     for stream, times in zip(streams, arrivals, strict=True):
         first = first_steps[stream.request_id()]
-        waits.append([when - sent for when, sent in zip(times, measured["sent"][first:], strict=False)])
+        for step, when in enumerate(times, start=first):
+            waits[step].append(when - measured["sent"][step])
     print("from the engine to the client")
     print(f"  all tokens              {quantiles(list(itertools.chain(*waits)))}")
-    print(f"  each stream's longest   {quantiles([max(times) for times in waits])}")
-    print(f"  longest difference between two streams: {max(map(max, waits)) - min(map(min, waits)):.3f} s")
+    print(f"  of a step: the longest less the shortest  {quantiles([max(step) - min(step) for step in waits if step])}")
 
 
 async def run_client(options: argparse.Namespace) -> None:
