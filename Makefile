@@ -11,7 +11,7 @@ ARGS   ?=
 # On a machine without an NVIDIA GPU this torch comes first, or pip would bring the newest with gigabytes of CUDA.
 TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0)
 
-.PHONY: setup serve chat test lint docs bench clean
+.PHONY: setup serve chat test lint docs fuzz bench clean
 
 setup: $(VENV)/.ready
 
@@ -38,6 +38,11 @@ lint: setup
 
 docs: setup
 	$(BIN)/mkdocs build --strict
+
+# Ten minutes of requests made from the API's description, against a server with a tiny model.
+fuzz: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'schemathesis>=4.32'
+	FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/server/test_schemathesis.py --timeout 1200 $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

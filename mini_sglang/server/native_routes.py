@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 import mini_sglang
 from mini_sglang.async_engine import EngineDeadError
@@ -199,7 +200,7 @@ async def health(request: Request) -> Json:
     return {"status": "ok"}
 
 
-@open_router.get("/metrics")
+@open_router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """All metrics, for Prometheus."""
     context = context_of(request)
