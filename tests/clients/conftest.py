@@ -1,4 +1,4 @@
-"""One server with the built-in model, for all clients. `make test-clients` installs them; what is not there is skipped."""
+"""One server with the built-in model for all clients. `make test-clients` installs them; what is missing is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-eval: a task of 20 questions scored from log-probabilities, here and by transformers, and a task that generates."""
+"""lm-eval: 20 questions scored from log-probabilities, here and by transformers, and answers that are generated."""
 
 from __future__ import annotations
 
@@ -13,44 +13,17 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
-DATA = Path(__file__).parent / "data"
-TASK = """\
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-doc_to_text: question
-"""
-CHOICES = """\
-output_type: multiple_choice
-doc_to_choice: choices
-doc_to_target: answer
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-GENERATION = """\
-output_type: generate_until
-doc_to_target: "{{choices[answer]}}"
-generation_kwargs:
-  until: ["."]
-  max_gen_toks: 4
-metric_list:
-  - metric: exact_match
-"""
+ROOT = Path(__file__).parents[2]
+TASKS = Path(__file__).parent / "data"
 
 
 def evaluate(folder: Path, model: str, arguments: str, task: str, *more: str) -> tuple[dict[str, Any], list[Any]]:
     """The scores of a run of the command, and what it got for each question, in order."""
-    for name, kind in {"mini_choices": CHOICES, "mini_answers": GENERATION}.items():
-        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=DATA / "questions.jsonl") + kind)
     command = f"{sys.executable} -m lm_eval --model {model} --model_args {arguments} --tasks {task}".split()
-    files = ("--include_path", str(folder), "--output_path", str(folder / model), "--log_samples")
+    files = ("--include_path", str(TASKS), "--output_path", str(folder / model), "--log_samples")
     environment = {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        (*command, *files, *more), capture_output=True, text=True, env=environment, cwd=folder, check=False
+        (*command, *files, *more), capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     [results] = (folder / model).rglob("results*.json")
