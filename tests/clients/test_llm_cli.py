@@ -51,10 +51,10 @@ def test_a_chat_plain_streamed_and_continued(llm_command: Callable[..., str], qu
 
 
 def test_a_schema(llm_command: Callable[..., str]) -> None:
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}, "required": ["name"]}
-    assert list(json.loads(llm_command("-m", "mini", "--schema", json.dumps(schema), *GREEDY, "64", "A colour"))) == [
-        "name"
-    ]
+    properties = {"name": {"type": "string", "maxLength": 12}}
+    schema = {"type": "object", "properties": properties, "required": ["name"], "additionalProperties": False}
+    written = llm_command("-m", "mini", "--schema", json.dumps(schema), *GREEDY, "64", "A colour")
+    assert list(json.loads(written)) == ["name"]
 
 
 def test_tools_are_offered_and_completions_made(llm_command: Callable[..., str]) -> None:

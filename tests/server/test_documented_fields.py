@@ -33,8 +33,9 @@ BASES: dict[str, Json] = {
     "/v1/messages": {"messages": HI, "max_tokens": 64},
     "/generate": {"text": "Hi"},
 }
-GET_TIME = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-STRICT = {"type": "function", "function": {**GET_TIME["function"], "strict": True}}
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+GET_TIME = {"type": "function", "function": FUNCTION}
+STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}
 THOUGHT = {"role": "assistant", "content": "No.", "reasoning": "Hm."}
 TEMPLATE = (  # shows all that a template can be given
@@ -234,11 +235,7 @@ def rows(section: str) -> list[tuple[list[str], str]]:
     text = DOCUMENT.read_text().split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
     table = text[text.index("\n|") :].strip().split("\n\n", 1)[0]
     cells = [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
-    return [(re.findall(r"`([^`]+)`(?: \((list)\))?", first), second.strip()) for first, second in cells]
-
-
-def named(section: str) -> list[tuple[str, str]]:
-    return [(f"{name} ({kind})" if kind else name, effect) for fields, effect in rows(section) for name, kind in fields]
+    return [(re.findall(r"`[^`]+`(?: \(list\))?", first), second.strip()) for first, second in cells]
 
 
 @pytest.fixture
@@ -246,7 +243,9 @@ def client(make_app: Callable[..., FastAPI], with_template: Callable[[str], Any]
     return TestClient(make_app(with_template(TEMPLATE), tool_call_parser="hermes"))
 
 
-CASES = [(section, name, effect) for section in ROUTES for name, effect in named(section)]
+CASES = [
+    (section, name.replace("`", ""), effect) for section in ROUTES for names, effect in rows(section) for name in names
+]
 
 
 def outcome(client: TestClient, engine: Any, route: str, fields: Json) -> Any:
@@ -276,11 +275,12 @@ def test_the_table_says_what_happens(client: TestClient, engine: Any, section: s
         assert field in (error["message"] if section == "Anthropic's messages" else error["param"])
         return
     with_it, without = outcome(client, engine, route, {**base, **fields}), outcome(client, engine, route, base)
-    assert (with_it == without) == effect.startswith("accepted")
+    changes_nothing = with_it == without
+    assert changes_nothing == effect.startswith("accepted")
 
 
 def test_the_sampling_parameters_of_generate_are_listed(client: TestClient, engine: Any) -> None:
-    [effect] = [effect for fields, effect in rows("/generate") if fields == [("sampling_params", "")]]
+    [effect] = [effect for names, effect in rows("/generate") if names == ["`sampling_params`"]]
     assert {"max_new_tokens"} <= set(re.findall(r"`([^`]+)`", effect)) <= set(SAMPLING)
     without = outcome(client, engine, "/generate", {})
     for name, value in SAMPLING.items():
@@ -289,4 +289,4 @@ def test_the_sampling_parameters_of_generate_are_listed(client: TestClient, engi
 
 def test_no_example_is_left_over() -> None:
     for section, examples in EXAMPLES.items():
-        assert sorted(examples) == sorted(name for name, _ in named(section))
+        assert sorted(examples) == sorted(name for of, name, _ in CASES if of == section)
