@@ -34,7 +34,7 @@ import zmq
 import zmq.asyncio
 
 from mini_sglang.async_engine import AsyncEngine
-from mini_sglang.config import ServerConfig
+from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.engine_process import EngineLoop
 from mini_sglang.messages import EngineInfo, Ready, decode_from_engine, encode
 from mini_sglang.request import FinishReason, SamplingParams, StepOutputs, TokenOutput
@@ -119,6 +119,7 @@ def run_engine(address: str, interval: float) -> None:
             max_running_requests=4096,
             eos_token_ids=[0],
             pid=os.getpid(),
+            config=EngineConfig(model="scripted"),
         )
         channel.send(encode(Ready(info)))
         EngineLoop(engine, channel, os.getppid()).run()  # type: ignore[arg-type]
