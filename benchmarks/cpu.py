@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server, to be measured against")
-    parser.add_argument("--vllm", metavar="PATH", help="the vllm command of its CPU build, to be measured against")
+    parser.add_argument("--vllm", metavar="PATH", help="the Python that has vLLM's CPU build, to be measured against")
     args = parser.parse_args()
     found = {benchmark.name: benchmark for benchmark in benchmarks(args.llama_server, args.vllm)}
     for name in args.only.split(",") if args.only else found:
