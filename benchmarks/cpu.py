@@ -48,7 +48,8 @@ class Benchmark:
         script, *arguments = self.words
         out = RESULTS / f"cpu-{self.name}.json"
         command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--json", str(out)]
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
         said = " ".join(Path(word).name if "/" in word else word for word in self.words)
         return f"{provenance()}, `python benchmarks/{said}`.\n\n{table(self.rows(json.loads(out.read_text())))}"
 
