@@ -520,12 +520,12 @@ def _mix64(x):
 
 @triton.jit
 def _uniform(token, key):
-    """The uniform number in (0, 1) behind a token's time."""
+    """The uniform number in (0, 1) behind a token's time, and never rounded to 1."""
     bits = token.to(tl.uint32) * 0x9E3779B9 + key
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
     bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
-    return (bits.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    return tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 1.0 / 16777216.0)
 
 
 @triton.jit
@@ -533,7 +533,7 @@ def _time(uniform):
     """As `exponential_times` in `noise.py`."""
     # -log(1 - u): by its series where the difference from 1 would be lost
     series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * (0.25 + uniform * 0.2))))
-    return tl.where(uniform < 0.03, series, -_log(tl.maximum(1.0 - uniform, 1e-30)))
+    return tl.where(uniform < 0.03, series, -_log(1.0 - uniform))
 
 
 @triton.jit

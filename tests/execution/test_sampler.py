@@ -227,3 +227,10 @@ def test_tokens_held_back_are_not_drawn_unless_nothing_else_may_be() -> None:
     only = SamplingParams(temperature=0, min_tokens=1, allowed_token_ids=[1])
     rows = dataclasses.replace(batch([held, held, only]), held_back={0: [1, 2], 2: [1]})
     assert sample(logits, rows).tolist() == [0, 1, 1]
+
+
+def test_the_only_allowed_token_is_drawn_whatever_its_noise() -> None:
+    """Seed 12 at position 28 hands token 2209 a number that float32 rounds to 1."""
+    params = SamplingParams(seed=12, allowed_token_ids=[2209])
+    batch = SamplingBatch([params], seeds=[12], positions=[28], prompt_lengths=[1], history=lambda _: torch.tensor([0]))
+    assert sample(torch.zeros(1, 3000), batch).tolist() == [2209]
