@@ -86,15 +86,13 @@ def test_nothing_is_found_under_another_salt() -> None:
 
 def test_a_page_that_is_not_full_is_copied_and_never_shared() -> None:
     cache = RadixCache(4)
-    plant(cache, [1, 2], [10])  # a tail
+    tail = plant(cache, [1, 2], [10])
     found = match(cache, [1, 2])
-    expect(
-        (found.page_ids, found.partial_page, found.num_partial_tokens),
-        ([], 10, 2),
-        "whole pages, page to copy from, and how much, of 1 2, cached as a tail in a page of 4",
-        invariant="only a page of page_size tokens is shared",
-        read="L8: A page is the smallest thing that can be shared",
-    )
+    rule, read = "only a page of page_size tokens is shared", "L8: A page is the smallest thing that can be shared"
+    what = "whole pages, page to copy from, and how much, of 1 2, cached as a tail in a page of 4"
+    got = (found.page_ids, found.partial_page, found.num_partial_tokens)
+    expect(got, ([], 10, 2), what, invariant=rule, read=read)
+    expect(found.node is tail.parent, True, "whether the match ends in the root, above the tail", read=read)
 
 
 # -- split ------------------------------------------------------------------------------------------------------------
@@ -132,6 +130,17 @@ def test_after_a_split_each_half_is_found_under_its_own_first_page() -> None:
     expect(keys, [[2, 2], [2, 2]], "sorted_keys of the upper half, and the lower one's key", invariant=rule, read=read)
 
 
+# -- lock and unlock --------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_locked_until_they_are_let_go() -> None:
+    cache = RadixCache(1)
+    node = hold(cache, [1, 2], [10, 11])
+    expect(cache.num_locked_pages, 2, "locked pages while a request holds 1 2", read="L8: Lock")
+    cache.unlock(node)
+    expect(cache.num_locked_pages, 0, "locked pages when it has let go", read="L8: Lock")
+
+
 @guards("split-forgets-locks")
 def test_after_a_split_both_halves_are_locked_by_who_had_locked_the_whole() -> None:
     cache = RadixCache(1)
@@ -160,9 +169,6 @@ def test_who_held_a_node_before_it_was_split_can_let_go_of_all_of_it() -> None:
         invariant="whoever locked a node still holds all of it after a split",
         read="L8: Split",
     )
-
-
-# -- lock -------------------------------------------------------------------------------------------------------------
 
 
 @guards("unlock-only-the-end")
@@ -207,6 +213,18 @@ def test_who_holds_what_was_cut_off_can_let_go_of_it() -> None:
 
 
 # -- evict ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_can_be_evicted() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2], [10, 11])
+    expect(
+        sorted(cache.evict(2)),
+        [10, 11],
+        "pages evicted, when their only holder has let go",
+        invariant="an unlocked leaf waits in the heap",
+        read="L8: Lock",
+    )
 
 
 @guards("evict-ignores-locks")
