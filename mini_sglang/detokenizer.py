@@ -47,7 +47,8 @@ class IncrementalDetokenizer:
 
 
 class StopChecker:
-    """Cuts a text, given in pieces, at the first stop string. How the text is split into pieces makes no difference.
+    """Cuts a text, given in pieces, before the first stop string, or behind it if `include`. How the text is split into
+    pieces makes no difference.
 
     The match that is complete first wins, and of those that end at the same character the longest. Held back is only
     the longest end of the text that begins a stop string, found with the automaton of Knuth, Morris and Pratt (1977)
@@ -114,6 +115,8 @@ def _failure_function(pattern: str) -> list[int]:
 
 
 class _Decoder(Protocol):
+    """One of the two ways from tokens to text: `push` and `flush` of `IncrementalDetokenizer`, nothing skipped."""
+
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
@@ -150,7 +153,7 @@ class _PieceDecoder:
         self._byte_fallback = byte_fallback
         self._leading: list[str] | None = []  # all tokens so far, while they have no text; then None
         self._run: list[str] = []  # byte tokens that are not in the text yet
-        self._run_is_broken = False  # they are, and were not UTF-8
+        self._run_is_broken = False  # it was not UTF-8: its bytes are in the text, each as U+FFFD
         self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
 
     def push(self, token_id: int) -> str:
@@ -169,6 +172,7 @@ class _PieceDecoder:
         return text
 
     def _push_byte(self, token: str, byte: int) -> str:
+        """`push` for a token that spells `byte`."""
         if self._run_is_broken:
             return REPLACEMENT
         self._run.append(token)
@@ -181,6 +185,7 @@ class _PieceDecoder:
         return ""
 
     def _decode(self, tokens: list[str]) -> str:
+        """The text of `tokens` behind all that was decoded before; of a run of bytes they are all or none."""
         if self._leading is None:
             return self._join([self._ANCHOR, *tokens])[len(self._ANCHOR) :]
         self._leading += tokens

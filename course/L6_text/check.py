@@ -18,6 +18,7 @@ from mini_sglang.tokenizer import Tokenizer
 BYTES = range(256)
 PIECES = ["<unk>", "▁", "▁the", "▁cat", "s", "日"]
 FIRST_BYTE = len(PIECES)  # id of <0x00>
+NO_TOKEN = 300  # an id beyond both vocabularies
 JOINED = "joined pieces = decode of the whole list"
 
 
@@ -50,6 +51,23 @@ def pushed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """What each token gives, and in the last place what the end gives."""
     detokenizer = IncrementalDetokenizer(tokenizer)
     return [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
+
+
+def name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a failure tells of it."""
+    if tokenizer is BYTE_LEVEL and token_id in BYTES:
+        return f"{token_id:02X}"
+    return tokenizer.backend.id_to_token(token_id) or "(an id without a token)"
+
+
+def expect_joined(tokenizer: Tokenizer, ids: list[int], read: str) -> None:
+    """Expect that the pieces of `ids` join to the whole decode. If they do not, tell it of as few ids as possible."""
+    shortest, candidates = ids, [ids]
+    while wrong := [some for some in candidates if "".join(pushed(tokenizer, some)) != tokenizer.decode(some)]:
+        shortest = wrong[0]
+        candidates = [shortest[:index] + shortest[index + 1 :] for index in range(len(shortest))]
+    what = f"text of the tokens {' '.join(name(tokenizer, token_id) for token_id in shortest)}"
+    expect("".join(pushed(tokenizer, shortest)), tokenizer.decode(shortest), what, invariant=JOINED, read=read)
 
 
 def spelled(text: str) -> list[int]:
@@ -210,6 +228,17 @@ def test_of_two_that_end_together_the_longer_one_is_cut() -> None:
     )
 
 
+@guards("always-cut")
+def test_a_stop_string_stays_in_the_text_where_it_was_asked_for() -> None:
+    checker = StopChecker(["STOP"], include=True)
+    expect(
+        [checker.push("abcST"), checker.push("OP tail")],
+        ["abc", "STOP"],
+        "visible of 'abcST', 'OP tail' with the stop string STOP and include=True",
+        read="L6: Stop strings",
+    )
+
+
 @guards("held-text-lost")
 def test_what_was_held_back_is_given_out_when_the_answer_ends() -> None:
     processor = OutputProcessor(BYTE_LEVEL, "a", 1, SamplingParams(stop=["STOP"]))
@@ -233,12 +262,13 @@ def test_what_was_held_back_is_given_out_when_the_answer_ends() -> None:
 
 def test_pieces_of_any_ids_join_to_the_whole_decode() -> None:
     rng = random.Random(6)
-    some = list("é日🙂 a".encode())
+    some_bytes = [*"é日🙂 a".encode(), 0xFF, 0x80]
+    pieces = [*range(FIRST_BYTE), *(FIRST_BYTE + byte for byte in some_bytes)]
     for _ in range(300):
-        ids = [rng.choice([*some, 0xFF, 0x80, 256]) for _ in range(rng.randrange(12))]
-        expect("".join(pushed(BYTE_LEVEL, ids)), BYTE_LEVEL.decode(ids), f"text of the ids {ids}", invariant=JOINED)
-        ids = [rng.choice([*range(FIRST_BYTE), *(FIRST_BYTE + byte for byte in [*some, 0xFF, 0x80])]) for _ in range(9)]
-        expect("".join(pushed(SENTENCEPIECE, ids)), SENTENCEPIECE.decode(ids), f"text of {ids}", invariant=JOINED)
+        ids = rng.choices([*some_bytes, 256, NO_TOKEN], k=rng.randrange(12))
+        expect_joined(BYTE_LEVEL, ids, "L6: Bytes that are not characters yet")
+        ids = rng.choices([*pieces, NO_TOKEN], k=9)
+        expect_joined(SENTENCEPIECE, ids, "L6: Pieces that depend on what stands before")
 
 
 def test_stop_strings_are_cut_as_by_a_search_in_the_whole_text() -> None:
@@ -253,4 +283,9 @@ def test_stop_strings_are_cut_as_by_a_search_in_the_whole_text() -> None:
             size = rng.randint(1, 4)
             pieces.append(text[at : at + size])
             at += size
-        expect("".join(stopped(stop, pieces)[0]), expected, f"visible of {pieces} with the stop strings {stop}")
+        expect(
+            "".join(stopped(stop, pieces)[0]),
+            expected,
+            f"visible of {pieces} with the stop strings {stop}",
+            read="L6: Stop strings",
+        )

@@ -11,6 +11,12 @@ from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache
 
 
+def plant(cache: RadixCache, tokens: list[int], pages: list[int], salt: bytes = b"", below: Node | None = None) -> Node:
+    """Enter a node by hand, unlocked: what finds or splits nodes is checked before anything can lock them."""
+    parent = below or cache._roots.setdefault(salt, Node(None, salt, array("i"), []))
+    return cache._add_child(parent, array("i", tokens), pages)
+
+
 def match(cache: RadixCache, tokens: list[int], salt: bytes = b"") -> Match:
     return cache.match(salt, array("i", tokens), len(tokens))
 
@@ -30,12 +36,12 @@ def insert(cache: RadixCache, tokens: list[int], pages: list[int], salt: bytes =
 
 
 def problem(cache: RadixCache | KVCacheManager) -> str:
-    """What `check()` complains about; empty if nothing is wrong."""
+    """What `check()` complains about."""
     try:
         cache.check()
     except RuntimeError as error:
         return str(error)
-    return ""
+    return "nothing"
 
 
 # -- match ------------------------------------------------------------------------------------------------------------
@@ -44,19 +50,19 @@ def problem(cache: RadixCache | KVCacheManager) -> str:
 @guards("round-up")
 def test_a_match_counts_whole_pages_and_names_the_page_that_matches_in_part() -> None:
     cache = RadixCache(4)
-    insert(cache, [1, 2, 3, 4, 5, 6, 7, 8], [10, 11])
+    plant(cache, [1, 2, 3, 4, 5, 6, 7, 8], [10, 11])
     found = match(cache, [1, 2, 3, 4, 5, 6, 99, 99, 99])
     read = "L8: A page is the smallest thing that can be shared"
     expect(found.page_ids, [10], "whole pages that match 6 equal tokens, page size 4", read=read)
     expect((found.partial_page, found.num_partial_tokens), (11, 2), "the page to copy from, and how much", read=read)
-    expect(found.num_tokens, 6, "matched tokens", read=read)
+    expect(found.num_tokens, 6, "matched tokens, those to be copied included", read=read)
 
 
 @guards("first-token-key")
 def test_siblings_that_share_their_first_token_are_told_apart() -> None:
     cache = RadixCache(4)
-    insert(cache, [1, 2, 3, 4], [10])
-    insert(cache, [1, 9, 9, 9], [11])
+    plant(cache, [1, 2, 3, 4], [10])
+    plant(cache, [1, 9, 9, 9], [11])
     expect(
         match(cache, [1, 9, 9, 9, 5]).page_ids,
         [11],
@@ -69,7 +75,7 @@ def test_siblings_that_share_their_first_token_are_told_apart() -> None:
 @guards("salt-ignored")
 def test_nothing_is_found_under_another_salt() -> None:
     cache = RadixCache(1)
-    insert(cache, [1, 2, 3], [10, 11, 12], b"tenant a")
+    plant(cache, [1, 2, 3], [10, 11, 12], b"tenant a")
     expect(
         match(cache, [1, 2, 3], b"tenant b").num_tokens,
         0,
@@ -78,15 +84,27 @@ def test_nothing_is_found_under_another_salt() -> None:
     )
 
 
+def test_a_page_that_is_not_full_is_copied_and_never_shared() -> None:
+    cache = RadixCache(4)
+    tail = plant(cache, [1, 2], [10])
+    found = match(cache, [1, 2])
+    rule, read = "only a page of page_size tokens is shared", "L8: A page is the smallest thing that can be shared"
+    what = "whole pages, page to copy from, and how much, of 1 2, cached as a tail in a page of 4"
+    got = (found.page_ids, found.partial_page, found.num_partial_tokens)
+    expect(got, ([], 10, 2), what, invariant=rule, read=read)
+    expect(found.node is tail.parent, True, "whether the match ends in the root, above the tail", read=read)
+
+
 # -- split ------------------------------------------------------------------------------------------------------------
 
 
 @guards("children-on-both")
 def test_after_a_split_the_children_hang_below_the_lower_half_alone() -> None:
     cache = RadixCache(1)
-    insert(cache, [1, 2, 3, 4], [10, 11, 12, 13])
-    insert(cache, [1, 2, 3, 5], [10, 11, 12, 14])
-    upper = cache.lock(b"", match(cache, [1]))  # cuts [1 2 3], which has the children [4] and [5]
+    node = plant(cache, [1, 2, 3], [10, 11, 12])
+    plant(cache, [4], [13], below=node)
+    plant(cache, [5], [14], below=node)
+    upper = cache._split(node, 1)
     read = "L8: Split"
     expect(upper.tokens.tolist(), [1], "tokens of the upper half", read=read)
     (lower, *others) = sorted(upper.children.values(), key=lambda node: node.tokens.tolist())
@@ -98,6 +116,29 @@ def test_after_a_split_the_children_hang_below_the_lower_half_alone() -> None:
         read=read,
     )
     expect(len(lower.children), 2, "children of the lower half", read=read)
+
+
+def test_after_a_split_each_half_is_found_under_its_own_first_page() -> None:
+    cache = RadixCache(2)
+    upper = cache._split(plant(cache, [1, 1, 2, 2, 3, 3], [10, 11, 12]), 1)
+    rule, read = "a node lies in its parent's children and sorted_keys under its own key", "L8: Split"
+    found = match(cache, [1, 1, 2, 2, 3, 3])
+    expect(found.page_ids, [10, 11, 12], "pages found of a node that was split", invariant=rule, read=read)
+    found = match(cache, [1, 1, 2, 9])
+    expect((found.partial_page, found.num_partial_tokens), (11, 1), "page to copy from", invariant=rule, read=read)
+    keys = [[*array("i", key)] for key in (*upper.sorted_keys, *(child.key for child in upper.children.values()))]
+    expect(keys, [[2, 2], [2, 2]], "sorted_keys of the upper half, and the lower one's key", invariant=rule, read=read)
+
+
+# -- lock and unlock --------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_locked_until_they_are_let_go() -> None:
+    cache = RadixCache(1)
+    node = hold(cache, [1, 2], [10, 11])
+    expect(cache.num_locked_pages, 2, "locked pages while a request holds 1 2", read="L8: Lock")
+    cache.unlock(node)
+    expect(cache.num_locked_pages, 0, "locked pages when it has let go", read="L8: Lock")
 
 
 @guards("split-forgets-locks")
@@ -130,9 +171,6 @@ def test_who_held_a_node_before_it_was_split_can_let_go_of_all_of_it() -> None:
     )
 
 
-# -- lock -------------------------------------------------------------------------------------------------------------
-
-
 @guards("unlock-only-the-end")
 def test_when_all_have_let_go_nothing_is_locked() -> None:
     cache = RadixCache(1)
@@ -159,7 +197,34 @@ def test_a_lock_holds_the_whole_way_up_to_the_root() -> None:
     expect(node.parent.locks, 1, "locks on [1 2], the parent of what was locked", read=read)
 
 
+@guards("counted-twice")
+def test_who_holds_what_was_cut_off_can_let_go_of_it() -> None:
+    cache = RadixCache(1)
+    node = hold(cache, [1, 2], [10, 11])
+    cache.detach(node, 2, 0)  # as after a step that failed
+    cache.unlock(node)
+    expect(
+        (cache.num_locked_pages, cache.num_pages),
+        (0, 0),
+        "locked pages, and pages in the tree, when both were cut off and then unlocked",
+        invariant="what is cut off has left all counts",
+        read="L8: Lock",
+    )
+
+
 # -- evict ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_can_be_evicted() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2], [10, 11])
+    expect(
+        sorted(cache.evict(2)),
+        [10, 11],
+        "pages evicted, when their only holder has let go",
+        invariant="an unlocked leaf waits in the heap",
+        read="L8: Lock",
+    )
 
 
 @guards("evict-ignores-locks")
@@ -183,6 +248,15 @@ def test_the_leaf_that_was_not_used_for_longest_goes_first() -> None:
     insert(cache, [2], [11])
     insert(cache, [1], [10])  # used again: now 2 is the older one
     expect(cache.evict(1), [11], "the evicted page: 1 was cached first, and used last", read="L8: Evict")
+
+
+@guards("used-at-the-start-only")
+def test_a_path_is_in_use_until_it_is_let_go() -> None:
+    cache = RadixCache(1)
+    first = hold(cache, [1], [10])
+    insert(cache, [2], [11])
+    cache.unlock(first)
+    expect(cache.evict(1), [11], "the evicted page: 1 was locked first, and let go last", read="L8: Lock")
 
 
 @guards("evict-from-the-front")
@@ -248,7 +322,7 @@ def test_each_page_counts_every_request_that_shares_it_and_the_tree() -> None:
     run(kv, "second", [1, 2, 3, 4])
     expect(
         problem(kv),
-        "",
+        "nothing",
         "what check() finds while a second request shares the cached pages of a first",
         invariant="a page's count is the number of its holders",
         read="L8: Two counts for two questions",
@@ -270,18 +344,43 @@ def test_a_request_is_not_given_the_pages_that_it_has_just_matched() -> None:
     )
 
 
+@guards("length-remembered")
+def test_what_was_found_of_a_prompt_is_looked_up_again_when_pages_were_evicted() -> None:
+    kv = KVCacheManager(8, 1)
+    kv.release(run(kv, "first", [1, 2, 3]))
+    waiting = Request("waiting", [1, 2, 3, 4], SamplingParams())
+    before = kv.cached_tokens(waiting)
+    kv.evict(3)
+    expect(
+        (before, kv.cached_tokens(waiting)),
+        (3, 0),
+        "cached_tokens of a waiting request before and after all was evicted",
+        invariant="version rises when tokens may find another length",
+        read="L8: Evict",
+    )
+
+
 def test_any_history_keeps_the_counts_right() -> None:
     rng = random.Random(8)
     kv = KVCacheManager(24, 2)
     running: list[Request] = []
     for index in range(400):
         if running and rng.random() < 0.45:
-            kv.release(running.pop(rng.randrange(len(running))))
+            request = running.pop(rng.randrange(len(running)))
+            kv.release(request)
+            last = f"the release of {request.prompt_ids}"
         else:
             request = run(kv, str(index), [rng.randrange(2) for _ in range(rng.randint(1, 12))])
             if request.page_ids:
                 running.append(request)
-        expect(problem(kv), "", f"what check() finds after {index + 1} random admissions and releases")
+            last = f"{request.prompt_ids}, {'admitted' if request.page_ids else 'for which there was no room'}"
+        expect(
+            problem(kv),
+            "nothing",
+            f"what check() finds after {index + 1} random admissions and releases; the last was {last}",
+            invariant="every page is in one node, every count is that of a recount, every idle leaf waits for evict",
+            read="L8: Two counts for two questions",
+        )
     for request in running:
         kv.release(request)
     kv.evict(kv.num_cached_pages)

@@ -55,7 +55,7 @@ def start(name: str, folder: Path | None) -> int:
     for path in files:
         console.print(f"  {path}", soft_wrap=True)
     console.print(f"\nRead lesson.md, write {', '.join(lesson.functions)}, then")
-    console.print(f"[bold]mini-sglang learn check {lesson.id}[/]")
+    console.print(f"[bold]mini-sglang learn check {workspace.named(lesson, folder)}[/]", soft_wrap=True)
     return 0
 
 

@@ -17,6 +17,7 @@ from mini_sglang.learn.blanking import marker
 from mini_sglang.learn.lesson import Lesson
 from mini_sglang.learn.results import CheckResult, Failure, Report
 from mini_sglang.learn.running import CHECK
+from mini_sglang.learn.workspace import named
 
 _LONGEST = 400  # characters of a value
 _OUTPUT_LINES = 12
@@ -24,23 +25,29 @@ _OUTPUT_LINES = 12
 
 def print_report(console: Console, lesson: Lesson, report: Report, blanks: list[str], folder: Path) -> None:
     passed = sum(result.failure is None for result in report.results)
-    console.print(f"[bold]{lesson.id} · {escape(lesson.title)}[/]   {passed} of {len(report.results)} checks pass\n")
+    count = f"{passed} of {len(report.results)} checks pass"
+    if report.unfinished:
+        count += ", and one did not end"
+    console.print(f"[bold]{lesson.id} · {escape(lesson.title)}[/]   {count}\n")
     for result in report.results:
         mark = "[green]✓[/]" if result.failure is None else "[red]✗[/]"
         console.print(f"  {mark} {escape(result.name)}")
+    if report.unfinished:
+        console.print(f"  [red]…[/] {escape(report.unfinished)}")
     if report.first_failure is not None:
         console.print("  [dim]· the contract, when all of these hold[/]")
     console.print()
     if report.cut_short:
-        during = f", while it was checked that\n[bold]{escape(report.unfinished)}[/]" if report.unfinished else ""
-        console.print(f"[red]Not all was checked:[/] {escape(report.cut_short)}{during}\n")
+        console.print(f"[red]Not all was checked:[/] {escape(report.cut_short)}\n")
     if (first := report.first_failure) is not None and first.failure is not None:
         _print_failure(console, lesson, first, first.failure, folder)
     if blanks:
-        console.print(f"Still to write: {', '.join(blanks)}    ([bold]mini-sglang learn hint {lesson.id}[/])")
+        command = f"mini-sglang learn hint {named(lesson, folder, '--folder ')}"
+        console.print(f"Still to write: {', '.join(blanks)}    ([bold]{escape(command)}[/])")
     elif report.passed:
         console.print(f"[green]All of it holds, and the contract with it[/] ({report.seconds:.0f} s).")
-        console.print(f"[bold]mini-sglang learn solution {lesson.id}[/] shows how the engine says it.")
+        command = f"mini-sglang learn solution {named(lesson, folder)}"
+        console.print(f"[bold]{escape(command)}[/] shows how the engine says it.")
 
 
 def _print_failure(console: Console, lesson: Lesson, result: CheckResult, failure: Failure, folder: Path) -> None:
@@ -57,7 +64,7 @@ def _print_failure(console: Console, lesson: Lesson, result: CheckResult, failur
     console.print(Padding(table, (0, 0, 1, 2), expand=False))
     for name in result.guards:
         if (pitfall := lesson.pitfall(name)) is not None:
-            console.print(f"  This is what [bold]{escape(pitfall.title)}[/] looks like ({lesson.id}, pitfall {name}).")
+            console.print(f"  A common cause: [bold]{escape(pitfall.title)}[/] ({lesson.id}, pitfall {name}).")
     if result.guards:
         console.print()
 

@@ -85,7 +85,8 @@ def _run(command: list[str], folder: Path, limit_s: float) -> tuple[str, str]:
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return f"the checks were not done after {limit_s:.0f} s, and were stopped", ""
+        slow = "a loop in your code that never ends, or a machine that is busy with other things"
+        return f"the checks were not done after {limit_s:.0f} s, and were stopped ({slow})", ""
     finally:
         with contextlib.suppress(ProcessLookupError):  # with all that the engine may have started
             os.killpg(process.pid, signal.SIGKILL)

@@ -30,6 +30,14 @@ def default_folder(lesson: Lesson) -> Path:
     return COURSE / lesson.id
 
 
+def named(lesson: Lesson, folder: Path, option: str = "") -> str:
+    """What stands behind `learn check` (or another command) for this workspace: its folder, unless it is the default.
+
+    `option` is what the command wants in front of a folder.
+    """
+    return lesson.id if folder == default_folder(lesson) else f"{lesson.id} {option}{folder}"
+
+
 def blanked_sources(lesson: Lesson) -> dict[str, str]:
     """The modules that a learner begins with, by name."""
     return {
@@ -59,7 +67,10 @@ def read_sources(lesson: Lesson, folder: Path) -> dict[str, str]:
     for exercise in lesson.exercises:
         path = folder / module_path(exercise.module)
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: `mini-sglang learn start {lesson.id} {folder}` writes it")
+            raise FileNotFoundError(
+                f"{path} is missing: `mini-sglang learn start {named(lesson, folder)}` writes it; "
+                "or name the folder that you have begun in"
+            )
         sources[exercise.module] = path.read_text(encoding="utf-8")
         try:
             compile(sources[exercise.module], str(path), "exec")
@@ -83,9 +94,7 @@ def readme(lesson: Lesson, folder: Path) -> str:
         f"- in `{module_path(exercise.module)}`: {', '.join(f'`{name}`' for name in exercise.functions)}"
         for exercise in lesson.exercises
     )
-    elsewhere = "" if folder == default_folder(lesson) else f" {folder}"
     read = f" See also {', '.join(lesson.read)}." if lesson.read else ""
-    here = f" --folder{elsewhere}" if elsewhere else ""
     return f"""# {lesson.id} · {lesson.title}
 
 **{lesson.question}**
@@ -103,9 +112,9 @@ code, and the checks run the real engine with your files in the place of its own
 
 ## Go on
 
-    mini-sglang learn check {lesson.id}{elsewhere}
-    mini-sglang learn hint {lesson.id}{here}        (help, a little more each time)
-    mini-sglang learn solution {lesson.id}{elsewhere}    (the way to the engine's own code, as a diff)
+    mini-sglang learn check {named(lesson, folder)}
+    mini-sglang learn hint {named(lesson, folder, "--folder ")}        (help, a little more each time)
+    mini-sglang learn solution {named(lesson, folder)}    (the way to the engine's own code, as a diff)
     mini-sglang learn play {lesson.id}        (watch it move)
 """
 

@@ -50,7 +50,7 @@ class Node:
         self.locks = 0  # requests whose deepest node is this one or below
         self.last_used = 0
         self.queued = False  # has an entry in the eviction heap
-        self.dead = False  # cut off from the tree while somebody still had it locked
+        self.dead = False  # out of the tree, though somebody may have it locked still
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class RadixCache:
         self.page_size = page_size
         self.num_pages = 0  # in the tree
         self.num_locked_pages = 0  # of these, in nodes that are locked
-        self.version = 0  # rises when a match may have changed
+        self.version = 0  # rises when tokens may find another length
         self._roots: dict[bytes, Node] = {}
         self._clock = 0
         self._heap: list[tuple[int, int, Node]] = []  # (last_used when queued, tie-break, unlocked leaf), maybe stale

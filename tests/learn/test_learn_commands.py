@@ -57,7 +57,7 @@ def test_start_writes_the_modules_without_the_bodies_and_never_over_work(learn: 
 
 
 def test_check_tells_what_is_wrong_in_the_learners_terms(learn: Learn) -> None:
-    learn("start", "L2", "mine")
+    assert "learn check L2 mine" in learn("start", "L2", "mine")
     for module in (ALLOCATOR, "mini_sglang.scheduling.kv_cache", "mini_sglang.execution.request_table"):
         path = Path("mine") / Path(*module.split(".")[1:]).with_suffix(".py")
         path.write_text(module_source(module))
@@ -74,7 +74,7 @@ def test_check_tells_what_is_wrong_in_the_learners_terms(learn: Learn) -> None:
         "got       3",
         "broken    free pages have no holder",
         "freeing 0",
-        "This is what Freed while someone still holds it looks like (L2, pitfall freed-while-held).",
+        "A common cause: Freed while someone still holds it (L2, pitfall freed-while-held).",
         "mine/lesson.md",
     ):
         assert words in said, said
