@@ -1,0 +1,290 @@
+"""Checks of L8: the tree alone first (match, split, lock, evict), then together with the pages' reference counts."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from mini_sglang.learn.checking import expect, guards
+from mini_sglang.request import Request, SamplingParams
+from mini_sglang.scheduling.kv_cache import KVCacheManager
+from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache
+
+
+def match(cache: RadixCache, tokens: list[int], salt: bytes = b"") -> Match:
+    return cache.match(salt, array("i", tokens), len(tokens))
+
+
+def hold(cache: RadixCache, tokens: list[int], pages: list[int], salt: bytes = b"") -> Node:
+    """Lock what is cached of `tokens`, add the rest (`pages` names one per page of them all), keep all of it locked."""
+    found = match(cache, tokens, salt)
+    known = len(found.page_ids)
+    node, _ = cache.extend(
+        cache.lock(salt, found), array("i", tokens[known * cache.page_size :]), pages[known : len(tokens)]
+    )
+    return node
+
+
+def insert(cache: RadixCache, tokens: list[int], pages: list[int], salt: bytes = b"") -> None:
+    cache.unlock(hold(cache, tokens, pages, salt))
+
+
+def problem(cache: RadixCache | KVCacheManager) -> str:
+    """What `check()` complains about; empty if nothing is wrong."""
+    try:
+        cache.check()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+# -- match ------------------------------------------------------------------------------------------------------------
+
+
+@guards("round-up")
+def test_a_match_counts_whole_pages_and_names_the_page_that_matches_in_part() -> None:
+    cache = RadixCache(4)
+    insert(cache, [1, 2, 3, 4, 5, 6, 7, 8], [10, 11])
+    found = match(cache, [1, 2, 3, 4, 5, 6, 99, 99, 99])
+    read = "L8: A page is the smallest thing that can be shared"
+    expect(found.page_ids, [10], "whole pages that match 6 equal tokens, page size 4", read=read)
+    expect((found.partial_page, found.num_partial_tokens), (11, 2), "the page to copy from, and how much", read=read)
+    expect(found.num_tokens, 6, "matched tokens", read=read)
+
+
+@guards("first-token-key")
+def test_siblings_that_share_their_first_token_are_told_apart() -> None:
+    cache = RadixCache(4)
+    insert(cache, [1, 2, 3, 4], [10])
+    insert(cache, [1, 9, 9, 9], [11])
+    expect(
+        match(cache, [1, 9, 9, 9, 5]).page_ids,
+        [11],
+        "pages of [1 9 9 9], cached beside [1 2 3 4]",
+        invariant="of two children, no two begin with the same page",
+        read="L8: A page is the smallest thing that can be shared",
+    )
+
+
+@guards("salt-ignored")
+def test_nothing_is_found_under_another_salt() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2, 3], [10, 11, 12], b"tenant a")
+    expect(
+        match(cache, [1, 2, 3], b"tenant b").num_tokens,
+        0,
+        "tokens that tenant b finds of what tenant a has cached",
+        read="L8: One root per salt",
+    )
+
+
+# -- split ------------------------------------------------------------------------------------------------------------
+
+
+@guards("children-on-both")
+def test_after_a_split_the_children_hang_below_the_lower_half_alone() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2, 3, 4], [10, 11, 12, 13])
+    insert(cache, [1, 2, 3, 5], [10, 11, 12, 14])
+    upper = cache.lock(b"", match(cache, [1]))  # cuts [1 2 3], which has the children [4] and [5]
+    read = "L8: Split"
+    expect(upper.tokens.tolist(), [1], "tokens of the upper half", read=read)
+    (lower, *others) = sorted(upper.children.values(), key=lambda node: node.tokens.tolist())
+    expect(
+        (lower.tokens.tolist(), len(others)),
+        ([2, 3], 0),
+        "the upper half's first child, and how many more it has",
+        invariant="every node has one parent",
+        read=read,
+    )
+    expect(len(lower.children), 2, "children of the lower half", read=read)
+
+
+@guards("split-forgets-locks")
+def test_after_a_split_both_halves_are_locked_by_who_had_locked_the_whole() -> None:
+    cache = RadixCache(1)
+    hold(cache, [1, 2, 3, 4], [10, 11, 12, 13])
+    upper = cache.lock(b"", match(cache, [1, 2]))
+    (lower,) = upper.children.values()
+    expect(
+        (upper.locks, lower.locks),
+        (2, 1),
+        "locks on [1 2] and on [3 4]: one request holds 1 2 3 4, another one 1 2",
+        invariant="a node has at least as many locks as its children together",
+        read="L8: Split",
+    )
+
+
+@guards("split-keeps-the-top")
+def test_who_held_a_node_before_it_was_split_can_let_go_of_all_of_it() -> None:
+    cache = RadixCache(1)
+    first = hold(cache, [1, 2, 3, 4], [10, 11, 12, 13])
+    cache.lock(b"", match(cache, [1, 2]))
+    cache.unlock(first)
+    expect(
+        cache.num_locked_pages,
+        2,
+        "locked pages when the holder of 1 2 3 4 has gone and the holder of 1 2 has not",
+        invariant="whoever locked a node still holds all of it after a split",
+        read="L8: Split",
+    )
+
+
+# -- lock -------------------------------------------------------------------------------------------------------------
+
+
+@guards("unlock-only-the-end")
+def test_when_all_have_let_go_nothing_is_locked() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2, 3, 4], [10, 11, 12, 13])
+    insert(cache, [1, 2, 5, 6], [10, 11, 14, 15])
+    expect(
+        (cache.num_locked_pages, cache.num_pages),
+        (0, 6),
+        "locked pages, and pages in the tree, when two requests have come and gone",
+        invariant="cached and held by nobody = pages in the tree - locked pages",
+        read="L8: Lock",
+    )
+
+
+@guards("lock-only-the-end")
+def test_a_lock_holds_the_whole_way_up_to_the_root() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2, 3, 4], [10, 11, 12, 13])
+    insert(cache, [1, 2, 5, 6], [10, 11, 14, 15])
+    node = cache.lock(b"", match(cache, [1, 2, 5, 6]))
+    read = "L8: Lock"
+    expect(cache.num_locked_pages, 4, "locked pages on the way to the end of 1 2 5 6", read=read)
+    assert node.parent is not None
+    expect(node.parent.locks, 1, "locks on [1 2], the parent of what was locked", read=read)
+
+
+# -- evict ------------------------------------------------------------------------------------------------------------
+
+
+@guards("evict-ignores-locks")
+def test_what_is_locked_again_is_not_evicted() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2], [10, 11])
+    hold(cache, [1, 2], [10, 11])
+    expect(
+        cache.evict(2),
+        [],
+        "pages evicted, while a request holds them all",
+        invariant="a locked page keeps its content",
+        read="L8: Evict",
+    )
+
+
+@guards("stale-recency")
+def test_the_leaf_that_was_not_used_for_longest_goes_first() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1], [10])
+    insert(cache, [2], [11])
+    insert(cache, [1], [10])  # used again: now 2 is the older one
+    expect(cache.evict(1), [11], "the evicted page: 1 was cached first, and used last", read="L8: Evict")
+
+
+@guards("evict-from-the-front")
+def test_what_is_left_of_a_leaf_is_still_a_beginning() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2, 3], [10, 11, 12])
+    cache.evict(1)
+    expect(
+        match(cache, [1, 2, 3]).page_ids,
+        [10, 11],
+        "pages found of 1 2 3 when one of three was evicted",
+        invariant="page i of a path holds tokens i * page_size and on, computed after all those before",
+        read="L8: Evict",
+    )
+
+
+@guards("parent-stays")
+def test_a_parent_can_be_evicted_when_its_children_are_gone() -> None:
+    cache = RadixCache(1)
+    insert(cache, [1, 2, 3], [10, 11, 12])
+    insert(cache, [1, 2, 4], [10, 11, 13])
+    expect(
+        sorted(cache.evict(9)),
+        [10, 11, 12, 13],
+        "pages evicted from a tree that nobody holds",
+        invariant="evict can free every page that is cached and not locked",
+        read="L8: Evict",
+    )
+
+
+# -- with the reference counts ----------------------------------------------------------------------------------------
+
+
+def run(kv: KVCacheManager, name: str, prompt: list[int]) -> Request:
+    """Admit a request, compute its prompt, publish the pages."""
+    request = Request(name, prompt, SamplingParams())
+    request.slot = 0
+    if kv.admit(request, kv.match(request), len(prompt)):
+        request.num_computed_tokens = len(prompt)
+        kv.commit(request, 1, tail=True)
+        kv.steps_read(1)
+    return request
+
+
+@guards("nothing-left-to-compute")
+def test_of_a_prompt_that_is_cached_whole_one_token_is_left_to_compute() -> None:
+    kv = KVCacheManager(8, 4)
+    kv.release(run(kv, "first", [1, 2, 3, 4, 5, 6, 7, 8]))
+    again = Request("again", [1, 2, 3, 4, 5, 6, 7, 8], SamplingParams())
+    expect(
+        kv.match(again).num_tokens,
+        7,
+        "matched tokens of 8, all of which are cached",
+        invariant="the first new token is sampled from the logits of a token that the step computes",
+        read="L8: One token is always left",
+    )
+
+
+@guards("not-retained")
+def test_each_page_counts_every_request_that_shares_it_and_the_tree() -> None:
+    kv = KVCacheManager(8, 1)
+    kv.release(run(kv, "first", [1, 2, 3]))
+    run(kv, "second", [1, 2, 3, 4])
+    expect(
+        problem(kv),
+        "",
+        "what check() finds while a second request shares the cached pages of a first",
+        invariant="a page's count is the number of its holders",
+        read="L8: Two counts for two questions",
+    )
+
+
+@guards("lock-late")
+def test_a_request_is_not_given_the_pages_that_it_has_just_matched() -> None:
+    kv = KVCacheManager(4, 1)
+    kv.release(run(kv, "first", [1, 2, 3]))
+    second = Request("second", [1, 2, 3, 7, 8], SamplingParams())
+    second.slot = 0
+    expect(
+        kv.admit(second, kv.match(second), 5),
+        False,
+        "admitted, with 3 pages matched, 2 more needed and 1 free",
+        invariant="lock first, then count what can be evicted",
+        read="L8: Lock before you look for room",
+    )
+
+
+def test_any_history_keeps_the_counts_right() -> None:
+    rng = random.Random(8)
+    kv = KVCacheManager(24, 2)
+    running: list[Request] = []
+    for index in range(400):
+        if running and rng.random() < 0.45:
+            kv.release(running.pop(rng.randrange(len(running))))
+        else:
+            request = run(kv, str(index), [rng.randrange(2) for _ in range(rng.randint(1, 12))])
+            if request.page_ids:
+                running.append(request)
+        expect(problem(kv), "", f"what check() finds after {index + 1} random admissions and releases")
+    for request in running:
+        kv.release(request)
+    kv.evict(kv.num_cached_pages)
+    expect(
+        kv.num_free_pages, 24, "free pages when all have gone and the cache was emptied", invariant="no page is lost"
+    )
