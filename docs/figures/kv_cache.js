@@ -13,10 +13,10 @@ export function newRequest(name, prompt, maxTokens = 1) {
 export const knownTokens = (request) => request.prompt + request.output;
 
 export class KVCache {
-  constructor(numPages, pageSize) {
+  constructor(numPages, pageSize, tree = new RadixCache(pageSize)) {
     this.numPages = numPages;
     this.pageSize = pageSize;
-    this.tree = new RadixCache(pageSize);
+    this.tree = tree;
     this.free = Array.from({ length: numPages }, (_, i) => numPages - 1 - i); // a stack: freed last is taken first
     this.counts = Array(numPages).fill(0);
     this.copies = []; // [source, destination] since the last step
