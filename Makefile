@@ -37,7 +37,7 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # the notice is of another version, not of this site
 
 bench: setup
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

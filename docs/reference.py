@@ -101,4 +101,5 @@ def _method(owner: str, method: ast.FunctionDef | ast.AsyncFunctionDef, lines: l
     head = lines[first_line(method) - 1 : method.body[0].lineno - 1] or [lines[method.lineno - 1]]
     signature = [line.removeprefix("    ") for line in head]
     docstring = ast.get_docstring(method)
-    return f"### {owner}.{method.name}\n\n{_code(signature)}\n{as_markdown(docstring) if docstring else ''}"
+    signature[-1] = signature[-1].removesuffix(":")
+    return f"### `{owner}.{method.name}`\n\n{_code(signature)}\n{as_markdown(docstring) if docstring else ''}"

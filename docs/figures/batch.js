@@ -79,6 +79,7 @@ class BatchFigure {
       this.player.element, this.story,
       element("h4", {}, "This step’s tokens"), this.step,
       element("h4", {}, "Steps so far"), this.lines,
+      element("p", { class: "fig-legend" }, "number: tokens of a prompt · 1 bright: a stream’s token · “·” waits · × gave way and waits again · ■ its last"),
       element("h4", {}, `Pages of ${PAGE_SIZE} tokens`), this.pool, legend(),
     );
   }
@@ -230,8 +231,7 @@ class BatchFigure {
         element("th", { scope: "row", title: `${done} tokens of its answer` }, chip(request.name)), ...cells);
     });
     const table = element("table", { class: "fig-lines" }, element("thead", {}, head), element("tbody", {}, ...rows));
-    const key = element("p", { class: "fig-legend" }, "number: tokens of a prompt · 1 bright: a stream’s token · “·” waits · × gave way and waits again · ■ its last");
-    this.lines.replaceChildren(...(rows.length ? [table, key] : [element("span", { class: "fig-empty" }, "none yet")]));
+    this.lines.replaceChildren(rows.length ? table : element("span", { class: "fig-empty" }, "none yet"));
     this.lines.scrollLeft = this.lines.scrollWidth;
   }
 }

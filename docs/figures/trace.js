@@ -78,7 +78,7 @@ class TraceFigure {
     const bars = sums.map((ms, i) => element("span", { style: `flex-grow: ${ms / total}`, class: `fig-time is-${i + 1}`, title: `${STAGES[i]}: ${inMs(ms)}` }));
     this.times.replaceChildren(...bars);
     const longest = sums.indexOf(Math.max(...sums));
-    this.shares.textContent = `${inMs(total)} so far; ${STAGES[longest]} took ${Math.round((100 * sums[longest]) / total)} % of it (a recorded run on a CPU, one thread, float32)`;
+    this.shares.textContent = `${inMs(total)} so far; ${STAGES[longest]} took ${((100 * sums[longest]) / total).toFixed(1)} % of it (a recorded run on a CPU, one thread, float32)`;
   }
 }
 
