@@ -6,17 +6,15 @@ Source text is read, nothing is imported. A public name without a docstring fail
 from __future__ import annotations
 
 import ast
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from mini_sglang import _MODULES  # noqa: E402
-from mini_sglang.learn.lesson import module_source  # noqa: E402
-from mini_sglang.learn.symbols import body_after_docstring, find_symbol, first_line  # noqa: E402
+from mini_sglang import _MODULES
+from mini_sglang.learn.lesson import module_source
+from mini_sglang.learn.symbols import body_after_docstring, find_symbol, first_line
 
 PAGE = "python.md"
 INTRODUCTION = """# Python
@@ -24,7 +22,6 @@ INTRODUCTION = """# Python
 Everything here is imported from `mini_sglang`. The page is made from the source, so it cannot fall behind.
 
 """
-_HELP = re.compile(r"_option\((.+?), (\".*\")\)$", re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -46,11 +43,10 @@ def describe(name: str) -> str:
         raise ValueError(f"{module}:{name} is public and needs to be a class with a docstring")
     lines = source.splitlines()
     parts = [f"## {name}\n", f"`{module}.{name}`\n", as_markdown(docstring)]
-    options = list(_options(definition, source))
-    if options:
-        parts += ["| Field | Type | Default | |\n|---|---|---|---|\n" + "\n".join(options) + "\n"]
-    else:
-        parts += [_code(fields)] if (fields := _fields(definition, lines)) else []
+    if options := _options(definition):
+        parts += ["| Field | Type | Default | |", "|---|---|---|---|", *options, ""]
+    elif fields := _fields(definition, lines):
+        parts.append(_code(fields))
     for method in definition.body:
         if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and _is_public(method):
             parts.append(_method(name, method, lines))
@@ -74,18 +70,17 @@ def _is_public(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return method.name == "__init__" or not method.name.startswith("_")
 
 
-def _options(definition: ast.ClassDef, source: str) -> Iterator[str]:
+def _options(definition: ast.ClassDef) -> list[str]:
     """A table's row for each field that explains itself: the settings."""
+    rows = []
     for field in definition.body:
-        if isinstance(field, ast.AnnAssign) and field.value is not None:
-            found = _HELP.fullmatch(ast.unparse(field.value).replace("'", '"'))
-            value = ast.unparse(field.value)
-            if found is None or not isinstance(field.value, ast.Call):
-                continue
-            default, text = (ast.unparse(field.value.args[0]), ast.literal_eval(field.value.args[1]))
-            kind = ast.unparse(field.annotation).replace("|", "\\|")
-            assert value and isinstance(field.target, ast.Name)
-            yield f"| `{field.target.id}` | {kind} | `{default}` | {text} |"
+        if isinstance(field, ast.AnnAssign) and isinstance(field.value, ast.Call):
+            made_by, arguments = ast.unparse(field.value.func), field.value.args
+            if made_by == "_option":
+                kind = ast.unparse(field.annotation).replace("|", "\\|")
+                default, explanation = ast.unparse(arguments[0]), ast.literal_eval(arguments[1])
+                rows.append(f"| `{ast.unparse(field.target)}` | `{kind}` | `{default}` | {explanation} |")
+    return rows
 
 
 def _fields(definition: ast.ClassDef, lines: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 // The figure of the scheduler's lesson: requests are dragged (or pressed) into the queue, and every step shows whom the
 // scheduler picks, with how many tokens, and whose pages they are. It decides nothing itself: scheduler.js does.
 
-import { Player, chip, drawPool, element, hue, legend, listed, plural } from "./dom.js";
+import { Player, chip, drawPool, element, hue, legend, listed, pagesNamed, plural, replaceButtons } from "./dom.js";
 import { knownTokens, newRequest } from "./kv_cache.js";
 import { Scheduler } from "./scheduler.js";
 
@@ -144,7 +144,6 @@ class BatchFigure {
     this.requests.push(request);
     this.draw();
     this.player.refresh();
-    (this.tray.querySelector("button:not([disabled])") ?? this.player.nextButton).focus({ preventScroll: true });
   }
 
   next() {
@@ -165,7 +164,7 @@ class BatchFigure {
     for (const { request, pages } of preempted) {
       said.push(`A page was missing, so ${request.name}, who came last, gives way: its ${plural(pages.length, "page")} go to the cache.`);
     }
-    if (this.scheduler.kv.evicted.length) said.push(`Evicted from the cache: page ${listed(this.scheduler.kv.evicted)}.`);
+    if (this.scheduler.kv.evicted.length) said.push(`Evicted from the cache: ${pagesNamed(this.scheduler.kv.evicted)}.`);
     for (const { request, found } of admitted) {
       const again = request.output.length > 1 || preempted.some((entry) => entry.request === request);
       said.push(`${request.name} ${again ? "resumes" : "starts"}${found ? ` with ${found} tokens found in the cache` : ""}.`);
@@ -197,7 +196,7 @@ class BatchFigure {
         { type: "button", class: "fig-card", "data-request": name, draggable: String(!sent), disabled: sent, style: `--hue: ${hue(name)}`, ondragstart, onclick: () => this.send(name) },
         element("b", {}, name), ` ${prompt}, answer ${answer}`);
     });
-    this.tray.replaceChildren(...cards);
+    replaceButtons(this.tray, cards, this.lines);
     const waiting = this.scheduler.waiting.map((request) => chip(request.name));
     this.queue.replaceChildren(...(waiting.length ? waiting : [element("span", { class: "fig-empty" }, "drop here")]));
   }

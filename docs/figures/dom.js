@@ -11,10 +11,20 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Put other buttons in the place of these, the focus on the one with the same label, or on the first that can have it. */
+export function replaceButtons(place, buttons, otherwise) {
+  const before = place.contains(document.activeElement) ? document.activeElement.textContent : null;
+  place.replaceChildren(...buttons);
+  if (before === null) return;
+  const usable = buttons.filter((button) => button.matches("button:not(:disabled)"));
+  (usable.find((button) => button.textContent === before) ?? usable[0] ?? otherwise).focus({ preventScroll: true });
+}
+
 export const prefersStillness = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 /**
- * Play, step, back and restart, as buttons and as keys: → and ← step, Home restarts, p plays and pauses.
+ * Play, step, back and restart, as buttons and as keys: → and ← step, Home restarts, k plays and pauses (p would be the
+ * theme’s key for the page before).
  *
  * `controls`: next() and restart(), back() if there is a way back, hasNext() and hasBack() say what is possible now.
  * Keys work wherever the focus is in `place`, but for fields that need them.
@@ -38,7 +48,7 @@ export class Player {
 
   key(event) {
     if (event.target.matches("input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
-    const acts = { ArrowRight: this.nextButton, ArrowLeft: this.backButton, Home: this.restartButton, p: this.playButton };
+    const acts = { ArrowRight: this.nextButton, ArrowLeft: this.backButton, Home: this.restartButton, k: this.playButton };
     const button = acts[event.key];
     if (!button) return;
     event.preventDefault();
@@ -109,3 +119,5 @@ export const legend = () =>
 export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 export const listed = (names) => (names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`);
+
+export const pagesNamed = (pages) => `${pages.length === 1 ? "page" : "pages"} ${listed(pages.map(String))}`;

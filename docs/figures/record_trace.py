@@ -1,4 +1,4 @@
-"""Records the run that the tour's figure plays: `python -m docs.figures.record_trace` writes trace.json beside this file.
+"""Records what the tour's figure plays: `python -m docs.figures.record_trace` writes trace.json beside this file.
 
 It is the run of `mini-sglang learn play L0`, with every stage of every step instead of the first step's alone.
 """

@@ -1,7 +1,7 @@
 // The figure of the radix cache's lesson: prompts come and leave, and the tree is drawn after every act: match, lock (and
 // split), evict, compute, unlock. It decides nothing itself: radix_cache.js and kv_cache.js do.
 
-import { Player, chip, drawPool, element, hue, legend, listed, plural, prefersStillness } from "./dom.js";
+import { Player, chip, drawPool, element, hue, legend, listed, pagesNamed, plural, prefersStillness, replaceButtons } from "./dom.js";
 import { KVCache, newRequest } from "./kv_cache.js";
 import { RadixCache } from "./radix_cache.js";
 
@@ -137,7 +137,7 @@ class TreeFigure {
       this.frame(`${name} · lock${cut ? " and split" : ""}`, `From the matched node up to the root, each node has a lock more.${split}`, { fresh: cut ? [node] : [], holder: [name, node] });
     };
     kv.tree.onEvict = (pages) => {
-      this.frame(`${name} · evict`, `Too few pages are free. From the end of the leaf that was used least recently: page ${listed(pages)}.`, { evicted: pages });
+      this.frame(`${name} · evict`, `Too few pages are free. From the end of the leaf that was used least recently: ${pagesNamed(pages)}.`, { evicted: pages });
     };
     kv.copies = [];
     if (!kv.admit(request, match, length)) {
@@ -192,7 +192,7 @@ class TreeFigure {
       children: [...node.children.values()].sort((a, b) => (a.tokens < b.tokens ? -1 : 1)).map(describe),
     });
     const holders = Array.from({ length: NUM_PAGES }, (_, page) => [...this.running].filter(([, r]) => r.pages.includes(page)).map(([name]) => name));
-    this.frames.push({ title, text, root: describe(kv.tree.root), holders, free: [...kv.free], running: [...this.running.keys()], evicted: marks.evicted ?? [] });
+    this.frames.push({ title, text, root: describe(kv.tree.root), holders, free: [...kv.free, ...(marks.evicted ?? [])], running: [...this.running.keys()], evicted: marks.evicted ?? [] });
   }
 
   number(node) {
@@ -213,18 +213,16 @@ class TreeFigure {
   }
 
   drawControls() {
-    const focused = document.activeElement?.dataset?.request;
     const cards = Object.entries(this.texts).map(([name, text]) =>
       element("button",
         { type: "button", class: "fig-card", "data-request": name, title: text, disabled: this.running.has(name), style: `--hue: ${hue(name)}`, onclick: () => this.send(name) },
         element("b", {}, name), ` ${text.startsWith(SYSTEM) ? `…${text.slice(SYSTEM.length + 7)}` : `${text.slice(0, 34)}${text.length > 34 ? "…" : ""}`}`));
-    this.prompts.replaceChildren(...cards);
+    replaceButtons(this.prompts, cards, this.own);
     const leaving = [...this.running.keys()].map((name) =>
       element("button",
         { type: "button", class: "fig-card is-running", "data-leave": name, style: `--hue: ${hue(name)}`, onclick: () => this.act(() => this.leave(name)) },
         element("b", {}, name), " leaves"));
-    this.requests.replaceChildren(...(leaving.length ? leaving : [element("span", { class: "fig-empty" }, "nobody")]));
-    if (focused) (this.prompts.querySelector("button:not([disabled])") ?? this.own).focus({ preventScroll: true });
+    replaceButtons(this.requests, leaving.length ? leaving : [element("span", { class: "fig-empty" }, "nobody")], this.own);
   }
 
   drawNode(node, isRoot = false) {
