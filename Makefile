@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+CLIENTS := .venv-clients
 MODEL  ?= smollm2-135m
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
@@ -11,7 +12,7 @@ ARGS   ?=
 # On a machine without an NVIDIA GPU this torch comes first, or pip would bring the newest with gigabytes of CUDA.
 TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0)
 
-.PHONY: setup serve chat test lint docs bench clean
+.PHONY: setup serve chat test test-clients lint docs fuzz bench clean
 
 setup: $(VENV)/.ready
 
@@ -31,6 +32,19 @@ chat: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
+# Programs that talk to the server (docs/api.md). They are large, so they have an environment of their own.
+test-clients: $(CLIENTS)/.ready
+	NODE_PATH=$(CLIENTS)/node_modules $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+$(CLIENTS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(if $(TORCH),$(CLIENTS)/bin/python -m pip install --quiet $(TORCH))
+	grep -v '^python-dateutil==' constraints.txt > $(CLIENTS)/constraints.txt  # boto3, which litellm needs, wants an older one
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt \
+		--config-settings editable_mode=compat --editable '.[dev,clients]'
+	$(if $(shell command -v npm 2>/dev/null),npm install --silent --prefix $(CLIENTS) openai@6)
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,8 +53,13 @@ lint: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # the notice is of another version, not of this site
 
+# Ten minutes of requests made from the API's description, against a server with a tiny model.
+fuzz: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'schemathesis>=4.32'
+	FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/server/test_schemathesis.py --timeout 1200 $(ARGS)
+
 bench: setup
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

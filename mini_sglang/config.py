@@ -115,6 +115,9 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on; 0: a free one")
     served_model_name: tuple[str, ...] = _option((), "model name in the API; may be repeated; none: the engine's")
     api_key: tuple[str, ...] = _option((), "key that requests must bring, this or another one; may be repeated")
+    api_key_file: str | None = _option(
+        None, "file with such keys, unseen by other users; so are those in the environment's MINI_SGLANG_API_KEY"
+    )
     cors_origin: tuple[str, ...] = _option((), "web origin whose pages may call the API, * for all; may be repeated")
     tool_call_parser: Literal["auto", "none", "hermes", "qwen", "llama3", "llama3_json", "mistral"] = _option(
         "auto", "notation of the model's tool calls; auto: the chat template's; none: tools are refused"

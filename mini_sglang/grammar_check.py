@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<I")
 class GrammarChecker:
     """Checks grammars against one vocabulary, one at a time, and remembers the outcome. Belongs to one event loop.
 
-    `make_vocabulary` runs in a thread.
+    The child is started for the first grammar, since many servers never see one. `make_vocabulary` runs in a thread.
     """
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -42,11 +42,6 @@ class GrammarChecker:
         self._turn = asyncio.Lock()
         self._checks: dict[bytes, asyncio.Task[str]] = {}  # under way, by grammar
         self._found: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with a grammar; empty if nothing is
-
-    def start(self) -> None:
-        """Begin to start the child, so that the first grammar need not wait for it."""
-        if self._child is None:
-            self._child = asyncio.create_task(self._start())
 
     async def check(self, params: SamplingParams) -> None:
         """Raise ValueError, naming the field, if the grammar that `params` ask for does not compile."""
@@ -76,7 +71,7 @@ class GrammarChecker:
                 return error
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
                 await self._end_child()
-                self.start()
+                self._begin_child()
                 memory = _MEMORY >> 20
                 return f"{error_field(params)} takes more than {LIMIT_S} s or {memory} MiB to compile; make it smaller"
             except BaseException:  # nobody knows where the conversation stands
@@ -90,23 +85,24 @@ class GrammarChecker:
             self._found.popitem(last=False)
 
     async def _living_child(self) -> asyncio.subprocess.Process:
-        self.start()
-        assert self._child is not None
-        child = await asyncio.shield(self._child)
+        child = await asyncio.shield(self._child or self._begin_child())
         if child.returncode is not None:
-            self._child = asyncio.create_task(self._start())
-            child = await asyncio.shield(self._child)
+            child = await asyncio.shield(self._begin_child())
         return child
 
+    def _begin_child(self) -> asyncio.Task[asyncio.subprocess.Process]:
+        self._child = asyncio.create_task(self._start())
+        return self._child
+
     async def _start(self) -> asyncio.subprocess.Process:
-        if self._vocabulary is None:
-            self._vocabulary = msgspec.msgpack.encode(await asyncio.to_thread(self._make_vocabulary))
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "mini_sglang.grammar_check"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
         try:
+            if self._vocabulary is None:  # while the child loads its libraries
+                self._vocabulary = msgspec.msgpack.encode(await asyncio.to_thread(self._make_vocabulary))
             await _ask(child, self._vocabulary)
         except BaseException:
             await _kill(child)

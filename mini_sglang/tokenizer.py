@@ -66,6 +66,12 @@ class Tokenizer:
         return token_id
 
     @property
+    def role_tokens(self) -> dict[str, str | None]:
+        """The texts of the tokens with a role, under transformers' names of them; None for a role without one."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(self._tokenizer, name) for name in names}
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 

@@ -1,5 +1,5 @@
-"""Fixtures that many tests share: the built-in model, tiny random checkpoints written as users' files look, and what
-runs an engine over prompts and asks transformers for the same.
+"""Fixtures that many tests share: the built-in model, tiny random checkpoints written as users' files look, what
+runs an engine over prompts and asks transformers for the same, and real servers in processes of their own.
 
 Many are fixtures that return functions, since test modules cannot import each other.
 """
@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -70,6 +74,25 @@ class TinyCheckpoint:
     @property
     def source(self) -> ModelSource:
         return ModelSource(str(self.path), self.path, "gguf" if self.path.suffix == ".gguf" else "safetensors")
+
+
+@dataclass
+class RunningServer:
+    """`python -m mini_sglang.server` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + route, json=body, timeout=120)
+
+    def get(self, route: str) -> httpx.Response:
+        return httpx.get(self.url + route, timeout=120)
+
+    @property
+    def engine_pid(self) -> int:
+        return int(self.get("/server_info").json()["engine"]["pid"])
 
 
 WriteCheckpoint = Callable[..., TinyCheckpoint]
@@ -176,6 +199,33 @@ def greedy() -> Callable[..., list[int]]:
 def ragged_prompts() -> Callable[[int, int], list[list[int]]]:
     """`ragged_prompts(count, vocab_size)`"""
     return make_ragged_prompts
+
+
+@pytest.fixture(scope="session")
+def run_server(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[RunningServer]]:
+    """`with run_server(*options) as server`: a RunningServer on a free port, killed when the block is left."""
+
+    @contextmanager
+    def run(*options: str) -> Iterator[RunningServer]:
+        log = tmp_path_factory.mktemp("server") / "log"
+        command = (sys.executable, "-m", "mini_sglang.server", "--port", "0", "--num-threads", "1", *options)
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            while not (url := _url_in(log)):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+            yield RunningServer(process, url, log)
+        finally:
+            process.kill()
+            process.wait()
+
+    return run
+
+
+def _url_in(log: Path) -> str | None:
+    greetings = [line for line in log.read_text().splitlines() if line.startswith("Serving ")]
+    return greetings[0].rpartition(" ")[2] if greetings else None
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

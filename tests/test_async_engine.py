@@ -17,7 +17,7 @@ import pytest
 from mini_sglang.async_engine import AsyncEngine, EngineDeadError, Mailbox
 from mini_sglang.config import EngineConfig
 from mini_sglang.output_processor import OutputProcessor
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenOutput
+from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.tokenizer import Tokenizer
 
 PROMPT = "The capital of France is"
@@ -167,6 +167,19 @@ def test_a_slow_consumer_gets_everything_in_fewer_pieces(engine: AsyncEngine, ru
         assert count < 6
         assert tokens == output.token_ids
         assert "".join(texts) == output.text
+
+    run(scenario())
+
+
+def test_a_step_of_many_outputs_leaves_turns_of_the_event_loop_to_others(engine: AsyncEngine, run: Run) -> None:
+    async def scenario() -> None:
+        outputs = StepOutputs([f"nobody-{index}" for index in range(160)], [1] * 160)
+        delivering = asyncio.create_task(engine._deliver_all(outputs))
+        turns = 0
+        while not delivering.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= 10
 
     run(scenario())
 

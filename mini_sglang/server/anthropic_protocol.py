@@ -7,7 +7,7 @@ is not supported is refused by name, unless its value asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -67,13 +67,17 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call gave. Chats have no word for an error: the text must say so."""
+    """What a call gave. Chats have no field for an error: the text says so."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content = ""
     is_error: bool | None = None
     cache_control: CacheControl | None = None
+
+    def for_chat(self) -> Message:
+        content = f"Error: {self.content}" if self.is_error else self.content
+        return Message(role="tool", content=content, tool_call_id=self.tool_use_id)
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -211,7 +215,7 @@ def _chat_messages_of(turn: Turn) -> Iterator[Message]:
         yield Message(role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=thought or None)
         return
     for block in turn.blocks(ToolResultBlock):
-        yield Message(role="tool", content=block.content, tool_call_id=block.tool_use_id)
+        yield block.for_chat()
     if any(turn.blocks(TextBlock)) or not turn.content:
         yield Message(role="user", content=turn.text)
 
@@ -229,6 +233,8 @@ def _joined(first: Message, second: Message) -> Message:
 
 class MessagesBody(PromptBody, SamplingBody):
     """POST /v1/messages."""
+
+    client_words: ClassVar[dict[str, str]] = {"response_format": "output_config.format", "stop": "stop_sequences"}
 
     max_tokens: int = Field(ge=1)
     stop_sequences: StopStrings | None = None
@@ -249,7 +255,7 @@ class MessagesBody(PromptBody, SamplingBody):
             body,
             max_tokens=self.max_tokens,
             logprobs=None,
-            response_format=None if wanted is None else schema_format(wanted.json_schema, "output_config"),
+            response_format=None if wanted is None else schema_format(wanted.json_schema, "output_config.format"),
         )
 
 

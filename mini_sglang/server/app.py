@@ -24,6 +24,7 @@ from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
 from mini_sglang.server.openapi import describe
 from mini_sglang.server.request_log import RequestLog
+from mini_sglang.server.turnstile import OneByOne
 from mini_sglang.tokenizer import Tokenizer
 
 description_router = APIRouter(include_in_schema=False)
@@ -33,7 +34,7 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
     """The server around `engine`. The app does not own the engine: who made it closes it."""
     # The framework's own routes for the API's description would be outside the API key, and load scripts from abroad.
     app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None)
-    app.state.context = ServerContext(engine, tokenizer, config)
+    context = app.state.context = ServerContext(engine, tokenizer, config)
     install_error_handlers(app)
     guards = [Security(_require_api_key)] if config.api_key else []
     for routes in (openai_routes, responses_routes, anthropic_routes, sglang_routes, native_routes):
@@ -52,6 +53,7 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
             expose_headers=("x-request-id", "retry-after"),
         )
     app.add_middleware(RequestLog, access=config.access_log, contents=config.log_contents)
+    app.add_middleware(OneByOne, turnstile=context.turnstile)
     return app
 
 

@@ -19,6 +19,7 @@ from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.dialect import Dialect
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.metrics import ServerMetrics
+from mini_sglang.server.turnstile import Turnstile
 from mini_sglang.tokenizer import Tokenizer
 
 
@@ -62,6 +63,7 @@ class ServerContext:
     tokenizer: Tokenizer
     config: ServerConfig
     jobs: dict[str, list[str]] = field(default_factory=dict)  # under way: the engine's request ids by the job's id
+    turnstile: Turnstile = field(default_factory=Turnstile)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waits: set[asyncio.Timeout] = field(default_factory=set)  # for the rest of a body
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time

@@ -7,6 +7,7 @@ beyond the errors that it raises.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -42,6 +43,13 @@ class ApiError(Exception):
         self.message = message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}…"
         self.param = param
         self.code = code
+
+    def in_words(self, words: Mapping[str, str]) -> ApiError:
+        """The error with the client's word for the field at fault, where that is another than the engine's."""
+        if self.param is None or self.param not in words:
+            return self
+        word = words[self.param]
+        return ApiError(self.status, self.message.replace(self.param, word, 1), param=word, code=self.code)
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON answer."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 import mini_sglang
 from mini_sglang.async_engine import EngineDeadError
@@ -117,7 +118,14 @@ async def detokenize(request: Request) -> Json:
             raise ApiError(400, message, param="tokens")
     skip = body.skip_special_tokens
     text = await off_loop(len(body.tokens), lambda: context.tokenizer.decode(body.tokens, skip_special_tokens=skip))
-    return {"text": text}
+    return {"text": text, "prompt": text}  # vLLM's clients look for a prompt
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Json:
+    """The texts of the tokens with a role, and the chat template: what evaluation programs ask a server for."""
+    tokenizer = context_of(request).tokenizer
+    return {**tokenizer.role_tokens, "chat_template": tokenizer.chat_template or None}
 
 
 async def _ask_engine(answer: Awaitable[Answer]) -> Answer:
@@ -129,6 +137,7 @@ async def _ask_engine(answer: Awaitable[Answer]) -> Answer:
 
 
 @router.post("/flush_cache")
+@router.post("/reset_prefix_cache", include_in_schema=False)  # vLLM's name
 async def flush_cache(request: Request) -> Json:
     """Empty the prefix cache, but for what running requests use."""
     return {"flushed_pages": await _ask_engine(context_of(request).engine.flush_cache())}
@@ -179,6 +188,9 @@ async def server_info(request: Request) -> Response:
     answer = {
         "version": mini_sglang.__version__,
         "model": context.model_name,
+        # by these SGLang's router knows what is served here
+        "served_model_name": context.model_name,
+        "model_path": context.engine.info.model,
         "engine": context.engine.info,
         "stats": stats,
         "internal_states": [stats],  # where SGLang's load generator looks
@@ -199,7 +211,7 @@ async def health(request: Request) -> Json:
     return {"status": "ok"}
 
 
-@open_router.get("/metrics")
+@open_router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """All metrics, for Prometheus."""
     context = context_of(request)

@@ -37,6 +37,15 @@ _ERROR = {
         }
     },
 }
+_EVENT = {
+    "type": "object",
+    "description": "each of the server-sent events; some APIs end with data that is [DONE] instead of JSON",
+    "required": ["data"],
+    "properties": {
+        "event": {"type": "string", "description": "the type of what `data` holds, in the APIs that name events"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
 _ERROR_ANSWER = {"content": {"application/json": {"schema": {"$ref": SCHEMA_REF.format(model="Error")}}}}
 
 
@@ -71,5 +80,4 @@ def _describe_body(operation: Json, schemas: Json) -> None:
     names = [schema["$ref"].rpartition("/")[2] for schema in content["schema"].get("anyOf", [content["schema"]])]
     content["examples"] = {title: {"value": value} for name in names for title, value in EXAMPLES.get(name, {}).items()}
     if "stream" in schemas[names[0]]["properties"]:
-        schema = {"type": "string", "description": "server-sent events; the data of each is a JSON object"}
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": schema}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}

@@ -192,6 +192,15 @@ class OpenAIBody(SamplingBody):
     metadata: Labels | None = None
     store: OffIfFalse = None
     service_tier: Annotated[None, must_be_off("auto", "default")] = None
+    # SGLang's router writes these into every body.
+    no_stop_trim: bool | None = None  # another name of include_stop_str_in_output
+    return_hidden_states: OffIfFalse = None
+
+    @model_validator(mode="after")
+    def _one_name_for_kept_stop_strings(self) -> Self:
+        if self.no_stop_trim is not None and self.include_stop_str_in_output is not None:
+            raise ValueError("no_stop_trim and include_stop_str_in_output are two names of one field: give one")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -397,7 +406,9 @@ class ChatBody(OpenAIBody, TemplateBody):
     # Not supported.
     functions: OffIfEmpty = None
     function_call: Annotated[None, must_be_off("none", "auto")] = None
-    verbosity: Off = None
+    verbosity: Annotated[None, must_be_off("medium")] = None
+    separate_reasoning: Annotated[None, must_be_off(True)] = None
+    stream_reasoning: Annotated[None, must_be_off(True)] = None
     modalities: Annotated[None, must_be_off(["text"])] = None
     audio: Off = None
     prediction: Off = None
@@ -554,6 +565,8 @@ def to_sampling_params(
     Raises ValueError, naming the field, if a value is out of range.
     """
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    if isinstance(body, OpenAIBody) and body.no_stop_trim is not None:
+        given["include_stop_str_in_output"] = body.no_stop_trim
     if response_format is not None:
         given["response_format"] = response_format
     if structured_outputs is not None:

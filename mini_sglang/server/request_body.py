@@ -53,6 +53,7 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise ApiError(415, f"content-type must be application/json, got {shorten(media_type)}", param="content-type")
     async with context.unless_stopping():
         data = await _read_bytes(request, context.config.max_body_bytes)
+        await context.turnstile.enter()  # bodies of many requests may have come at once
     return decode_object(data)
 
 

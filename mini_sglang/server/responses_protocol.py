@@ -6,7 +6,7 @@ The server keeps nothing between requests: what would need an earlier answer, or
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -180,6 +180,12 @@ class ResponseStreamOptions(Body):
 class ResponsesBody(SamplingBody):
     """POST /v1/responses."""
 
+    client_words: ClassVar[dict[str, str]] = {
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+        "logprobs": "top_logprobs",
+    }
+
     model: str | None = None
     input: InputItems
     instructions: str | None = None
@@ -262,11 +268,12 @@ def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCall
 def _joined(first: Message, second: Message) -> Message:
     """Two items of one answer as one message."""
     contents = [message.content for message in (first, second) if message.content]
+    thoughts = [message.reasoning_content for message in (first, second) if message.reasoning_content]
     return Message(
         role="assistant",
         content="\n".join(contents) or None,
         tool_calls=[*(first.tool_calls or ()), *(second.tool_calls or ())] or None,
-        reasoning_content=first.reasoning_content or second.reasoning_content,
+        reasoning_content="\n".join(thoughts) or None,
     )
 
 

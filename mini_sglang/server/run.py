@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 import ssl
@@ -24,6 +25,7 @@ import uvicorn
 
 from mini_sglang.async_engine import AsyncEngine
 from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.server.api_keys import with_all_keys
 from mini_sglang.server.app import create_app
 from mini_sglang.server.bounded_http import BoundedHttp
 from mini_sglang.server.context import ServerContext
@@ -40,12 +42,13 @@ ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit status. Blocks; must run in the main thread, for the signals.
 
-    Raises OSError if the address is taken; ValueError or OSError if the certificate does not fit its key or the model's
-    name leads nowhere.
+    Raises OSError if the address is taken; ValueError or OSError if the certificate does not fit its key, an API key is
+    missing where one should be, or the model's name leads nowhere.
     """
     handler = logging.StreamHandler()
     handler.addFilter(RequestIdFilter())
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler])
+    server_config = with_all_keys(server_config, os.environ)
     _check_certificate(server_config)
     with _bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
         # Fetched here, not in the event loop: Ctrl-C still stops a long download.
@@ -74,7 +77,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
 
 
 async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: socket.socket, signals: _Signals) -> int:
-    server = _Server(engine, config, listener)
+    server = HttpServer(engine, config, listener)
     serving = asyncio.create_task(server.serve([listener]))
     died = asyncio.create_task(engine.wait_dead())
     await _any_of(serving, died, signals.first)
@@ -117,7 +120,7 @@ class _Signals:
             self.second.set_result(None)
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: what a signal means is decided above."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
@@ -145,7 +148,10 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.freeze()  # what lives as long as the server: full collections, which halt every stream, pass over it
+        # Full collections halt every stream, with hundreds of them for 40 ms. They pass over what lives as long as the
+        # server, and come after so many new objects as a thousand requests make: few of those are garbage.
+        gc.freeze()
+        gc.set_threshold(*gc.get_threshold()[:2], 50)
         print(self._greeting, flush=True)
 
 

@@ -90,12 +90,14 @@ class SglangBody(JobBody):
     text: Any = None
     input_ids: Any = None
     sampling_params: SglangSampling | None = None
+    model: str | None = None
     rid: Annotated[str, Field(min_length=1, max_length=200)] | None = None  # to abort it by
     return_logprob: bool | None = None
     logprob_start_len: int | None = Field(default=None, ge=-1)  # of the prompt, from here on; -1: of the answer alone
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     return_text_in_logprobs: bool | None = None
     log_metrics: bool | None = None  # changes no answer
+    no_logs: bool | None = None  # nor does this
     # Not supported.
     input_embeds: Off = None
     image_data: Off = None
@@ -108,6 +110,8 @@ class SglangBody(JobBody):
     token_ids_logprob: Off = None
     return_hidden_states: OffIfFalse = None
     return_routed_experts: OffIfFalse = None
+    return_bytes: OffIfFalse = None
+    return_entropy: OffIfFalse = None
     background: OffIfFalse = None
     extra_key: Off = None
     data_parallel_rank: Off = None

@@ -39,6 +39,7 @@ async def model_info(request: Request) -> Json:
 async def generate(request: Request, body: SglangBody) -> Response:
     """POST /generate with a body of this kind."""
     context = context_of(request)
+    context.check_model(body.model)
     try:
         params, prompts = body.to_sampling_params(), body.prompts()
     except ValueError as error:

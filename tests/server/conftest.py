@@ -1,20 +1,16 @@
-"""What the server tests stand on: a scripted engine behind a real app, and real servers in processes of their own."""
+"""What the server tests stand on: a scripted engine behind a real app, and servers that end with a module's tests."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -230,47 +226,8 @@ def serve(make_app: Callable[..., FastAPI]) -> Iterator[Callable[..., str]]:
         thread.join()
 
 
-@dataclass
-class RunningServer:
-    """`python -m mini_sglang.server` in a process of its own."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def post(self, route: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + route, json=body, timeout=120)
-
-    def get(self, route: str) -> httpx.Response:
-        return httpx.get(self.url + route, timeout=120)
-
-    @property
-    def engine_pid(self) -> int:
-        return int(self.get("/server_info").json()["engine"]["pid"])
-
-
 @pytest.fixture(scope="module")
-def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
+def start_server(run_server: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """`start_server(*options)` → a RunningServer on a free port, killed when the module's tests are over."""
-    processes = []
-
-    def start(*options: str) -> RunningServer:
-        log = tmp_path_factory.mktemp("server") / "log"
-        command = (sys.executable, "-m", "mini_sglang.server", "--port", "0", "--num-threads", "1", *options)
-        with log.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        processes.append(process)
-        while not (url := _url_in(log)):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        return RunningServer(process, url, log)
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def _url_in(log: Path) -> str | None:
-    greetings = [line for line in log.read_text().splitlines() if line.startswith("Serving ")]
-    return greetings[0].rpartition(" ")[2] if greetings else None
+    with ExitStack() as servers:
+        yield lambda *options: servers.enter_context(run_server(*options))

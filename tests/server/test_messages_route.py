@@ -165,6 +165,26 @@ def test_calls_and_their_results_come_back_as_a_chat_has_them(make_app: Callable
     assert engine.calls[-1].prompt_ids == engine.calls[-2].prompt_ids
 
 
+def test_a_result_that_is_an_error_says_so(make_app: Callable[..., FastAPI], engine: Any) -> None:
+    client = tool_client(make_app, engine)
+    for fields, text in (
+        ({"is_error": True}, "Error: no such zone"),
+        ({"is_error": False}, "no such zone"),
+        ({}, "no such zone"),
+    ):
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": "no such zone", **fields}
+        send(client, messages=[*HI, {"role": "user", "content": [result]}])
+        chat = [*HI, {"role": "tool", "tool_call_id": "c1", "content": text}]
+        client.post("/v1/chat/completions", json={"messages": chat})
+        assert engine.calls[-1].prompt_ids == engine.calls[-2].prompt_ids
+
+
+def test_what_the_engine_calls_otherwise_is_named_as_the_client_does(client: TestClient) -> None:
+    schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert "output_config.format cannot" in send(client, output_config=schema, regex="a").json()["error"]["message"]
+    assert "stop_sequences must hold" in send(client, stop_sequences=[""]).json()["error"]["message"]
+
+
 def test_an_output_format_is_a_chats_response_format(client: TestClient, engine: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     assert send(client, output_config={"format": {"type": "json_schema", "schema": schema}}).status_code == 200

@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.cli import main
 from mini_sglang.config import ServerConfig
+from mini_sglang.server.api_keys import with_all_keys
 from mini_sglang.server.examples import EXAMPLES
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 
@@ -252,6 +253,29 @@ def test_settings_that_cannot_be_meant_are_refused_by_name(field: str, value: An
     with pytest.raises(ValueError, match=field) as caught:
         ServerConfig(**{field: value})
     assert "secret" not in str(caught.value)
+
+
+def test_keys_also_come_from_a_file_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("second\nthird\n")
+    config = ServerConfig(api_key=("first",), api_key_file=str(file))
+    assert with_all_keys(config, {}).api_key == ("first", "second", "third")
+    assert with_all_keys(config, {"MINI_SGLANG_API_KEY": "fourth"}).api_key[-1] == "fourth"
+    assert with_all_keys(ServerConfig(), {}).api_key == ()
+
+
+def test_a_place_for_keys_that_holds_none_does_not_open_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    assert main(["serve", "/nowhere", "--port", "0", "--api-key-file", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
+    file.write_text("\n")
+    assert main(["serve", "/nowhere", "--port", "0", "--api-key-file", str(file)]) == 2
+    assert "api_key_file" in capsys.readouterr().err
+    monkeypatch.setenv("MINI_SGLANG_API_KEY", "")
+    assert main(["serve", "/nowhere", "--port", "0"]) == 2
+    assert "MINI_SGLANG_API_KEY" in capsys.readouterr().err
 
 
 def test_a_certificate_that_will_not_do_is_refused_before_a_model_is_loaded(

@@ -9,7 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
+
+from mini_sglang.server.responses_protocol import ResponsesBody
 
 ROUTE = "/v1/responses"
 TEXT = "Hello there, dear friend."
@@ -161,6 +164,35 @@ def test_what_is_not_supported_is_refused_by_name(client: TestClient, fields: Js
     [name] = fields
     assert response.json()["error"]["param"] == name
     assert name in response.json()["error"]["message"]
+
+
+SCHEMA_FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize("fields", [{"regex": "a"}, {"tools": TOOLS}])
+def test_what_the_engine_calls_otherwise_is_named_as_the_client_does(
+    make_app: Callable[..., FastAPI], fields: Json
+) -> None:
+    client = TestClient(make_app(tool_call_parser="hermes"))
+    error = create(client, text={"format": SCHEMA_FORMAT}, **fields).json()["error"]
+    assert error["param"] == "text.format"
+    assert error["message"].startswith("text.format cannot be combined with")
+
+
+def test_a_refusal_while_it_runs_names_the_clients_field_too(client: TestClient, engine: Any) -> None:
+    engine.error = ValueError("response_format cannot be followed: too deep")
+    for stream in (False, True):
+        error = create(client, text={"format": SCHEMA_FORMAT}, stream=stream).json()["error"]
+        assert error["param"] == "text.format"
+        assert error["message"] == "text.format cannot be followed: too deep"
+
+
+def test_items_of_one_answer_lose_no_thought() -> None:
+    items: list[Json] = [{"type": "reasoning", "summary": [], "content": text} for text in ("First.", "Then.")]
+    message = {"role": "assistant", "content": "Yes."}
+    body = ResponsesBody.model_validate({"input": [{"role": "user", "content": "Hi"}, *items, message]})
+    [_, answer] = body.chat_messages()
+    assert (answer.reasoning_content, answer.content) == ("First.\nThen.", "Yes.")
 
 
 def test_fields_that_ask_for_nothing_pass(client: TestClient) -> None:

@@ -1,0 +1,28 @@
+"""One server with the built-in model for all clients. `make test-clients` installs them; what is missing is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def server(run_server: Callable[..., Any]) -> Iterator[Any]:
+    """A RunningServer in float32, so that greedy answers are the same each time."""
+    with run_server("--model", "smollm2-135m", "--dtype", "float32") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def question() -> str:
+    return "Name a colour."
+
+
+@pytest.fixture(scope="session")
+def answer(server: Any, question: str) -> str:
+    """The first eight tokens of the greedy answer to `question`, asked for without any client."""
+    messages = [{"role": "user", "content": question}]
+    response = server.post("/v1/chat/completions", messages=messages, max_tokens=8, temperature=0)
+    return str(response.json()["choices"][0]["message"]["content"])
