@@ -38,8 +38,7 @@ def describe(name: str) -> str:
     module = f"mini_sglang.{_MODULES[name]}"
     source = module_source(module)
     definition = find_symbol(ast.parse(source), name)
-    docstring = ast.get_docstring(definition) if isinstance(definition, ast.ClassDef) else None
-    if not isinstance(definition, ast.ClassDef) or not docstring:
+    if not isinstance(definition, ast.ClassDef) or not (docstring := ast.get_docstring(definition)):
         raise ValueError(f"{module}:{name} is public and needs to be a class with a docstring")
     lines = source.splitlines()
     parts = [f"## {name}\n", f"`{module}.{name}`\n", as_markdown(docstring)]
