@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs import recordings
+from docs.figures import recordings
 
 REPLAY = (Path(__file__).parent / "replay.js").read_text(encoding="utf-8").replace("export function", "function")
 TOUR, SCHEDULER, RADIX = "course/L0_tour/lesson/", "course/L5_scheduler/lesson/", "course/L8_radix_cache/lesson/"
