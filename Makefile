@@ -34,7 +34,7 @@ test: setup
 
 # Programs that talk to the server (docs/api.md). They are large, so they have an environment of their own.
 test-clients: $(CLIENTS)/.ready
-	NODE_PATH=$(CLIENTS)/node_modules $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+	NODE_PATH=$(CURDIR)/$(CLIENTS)/node_modules $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 $(CLIENTS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)

@@ -48,7 +48,8 @@ class Benchmark:
         script, *arguments = self.words
         out = RESULTS / f"cpu-{self.name}.json"
         command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--json", str(out)]
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
         said = " ".join(Path(word).name if "/" in word else word for word in self.words)
         return f"{provenance()}, `python benchmarks/{said}`.\n\n{table(self.rows(json.loads(out.read_text())))}"
 
@@ -142,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server, to be measured against")
-    parser.add_argument("--vllm", metavar="PATH", help="the vllm command of its CPU build, to be measured against")
+    parser.add_argument("--vllm", metavar="PATH", help="the Python that has vLLM's CPU build, to be measured against")
     args = parser.parse_args()
     found = {benchmark.name: benchmark for benchmark in benchmarks(args.llama_server, args.vllm)}
     for name in args.only.split(",") if args.only else found:

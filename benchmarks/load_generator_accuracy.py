@@ -39,9 +39,12 @@ def main() -> int:
     parser.add_argument("--rates", default="10,1000", help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each run")
     parser.add_argument("--tokens", type=int, default=10, help="tokens of each answer")
+    parser.add_argument("--ttft-ms", type=float, default=80.0, help="median time to the first token")
+    parser.add_argument("--itl-ms", type=float, default=20.0, help="mean time between tokens")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
-    results = [measure(float(rate), args.seconds, args.tokens) for rate in args.rates.split(",")]
+    latencies = ["--ttft-ms", str(args.ttft_ms), "--itl-ms", str(args.itl_ms)]
+    results = [measure(float(rate), args.seconds, args.tokens, latencies) for rate in args.rates.split(",")]
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     worst = max(result["worst_error"] for result in results)
@@ -49,10 +52,10 @@ def main() -> int:
     return 0 if worst <= TOLERANCE else 1
 
 
-def measure(rate: float, seconds: float, tokens: int) -> dict[str, Any]:
+def measure(rate: float, seconds: float, tokens: int, latencies: list[str]) -> dict[str, Any]:
     """One rate against a fresh server; prints its table."""
     server = Path(__file__).with_name("scripted_server.py")
-    with subprocess.Popen([sys.executable, str(server)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, str(server), *latencies], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             url = process.stdout.readline().split()[-1]

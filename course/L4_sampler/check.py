@@ -8,7 +8,7 @@ import torch
 
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.kernels.noise import exponential_times, row_keys
-from mini_sglang.learn.checking import expect, guards
+from mini_sglang.learn.checking import expect, expect_close, guards
 from mini_sglang.request import SamplingParams
 
 CPU = torch.device("cpu")
@@ -40,6 +40,40 @@ def draws(logits: torch.Tensor, params: SamplingParams, count: int = 400, seed: 
 
 def log(probabilities: list[float]) -> torch.Tensor:
     return torch.tensor(probabilities).log()
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_race_has_a_time_for_each_token_in_each_row() -> None:
+    token_ids, keys = torch.arange(3, dtype=torch.int32), row_keys([7, 8], [0, 1], CPU)
+    times = exponential_times(token_ids, keys)
+    expect(
+        (tuple(times.shape), times.dtype),
+        ((2, 3), torch.float32),
+        "shape and dtype of the times of 3 tokens in the races of 2 rows",
+        read="L4: Noise that is a function",
+    )
+    expect(
+        tuple(exponential_times(token_ids.repeat(2, 1), keys).shape),
+        (2, 3),
+        "shape of the times where each of the 2 rows names its own 3 tokens",
+        read="L4: Noise that is a function",
+    )
+
+
+def test_a_token_far_ahead_of_all_others_is_drawn() -> None:
+    settings = {
+        "no filter": SamplingParams(),
+        "top-k 2": SamplingParams(top_k=2),
+        "temperature 0": SamplingParams(temperature=0),
+        "temperature 0 and all penalties": SamplingParams(
+            temperature=0, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0
+        ),
+    }
+    for name, params in settings.items():
+        drawn = sample(torch.tensor([[0.0, 60.0, 0.0]]), batch([params], history=[0, 1])).item()
+        expect(drawn, 1, f"token drawn of logits 0, 60, 0 with {name}", read="L4: The idea")
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------
@@ -230,7 +264,13 @@ def test_frequencies_follow_the_distribution() -> None:
     probabilities = [0.5, 0.3, 0.15, 0.05]
     found = draws(log(probabilities), SamplingParams(), 10_000)
     off = [abs(found.count(token) / 10_000 - p) < 0.02 for token, p in enumerate(probabilities)]
-    expect(off, [True] * 4, "whether 10,000 draws of 0.5, 0.3, 0.15, 0.05 come so often, within 0.02")
+    expect(
+        off,
+        [True] * 4,
+        "whether 10,000 draws of 0.5, 0.3, 0.15, 0.05 come so often, within 0.02",
+        invariant="token i finishes first with probability softmax(logits)[i]",
+        read="L4: The idea",
+    )
 
 
 def test_unlikely_tokens_under_a_filter_that_cuts_nothing_are_drawn_as_without_it() -> None:
@@ -240,9 +280,31 @@ def test_unlikely_tokens_under_a_filter_that_cuts_nothing_are_drawn_as_without_i
         draws(logits, SamplingParams(min_p=1e-30), 100),
         draws(logits, SamplingParams(), 100),
         "100 tokens, with a filter that keeps everything and without one",
+        invariant="a token's time depends on its id, not on its place among the candidates",
+        read="L4: Noise that is a function",
     )
 
 
 def test_min_p_is_relative_to_the_most_likely_token() -> None:
     found = draws(log([0.5, 0.26, 0.24]), SamplingParams(min_p=0.5))
-    expect(sorted(set(found)), [0, 1], "tokens drawn of 0.5, 0.26, 0.24 with min-p 0.5")
+    expect(
+        sorted(set(found)),
+        [0, 1],
+        "tokens drawn of 0.5, 0.26, 0.24 with min-p 0.5",
+        invariant="min-p keeps what is at least so many times as likely as the most likely token",
+        read="L4: Order of operations",
+    )
+
+
+def test_a_seed_means_the_same_as_in_the_kernels_of_a_gpu() -> None:
+    keys = row_keys([42], [37], CPU)
+    rule = "the noise of a (seed, position, token) is the same everywhere"
+    where = "seed 42 at position 37"
+    expect(keys.tolist(), [-2052453273], f"key of {where}", invariant=rule, read="L4: Noise that is a function")
+    expect_close(
+        exponential_times(torch.arange(3, dtype=torch.int32), keys)[0],
+        [0.347107, 1.375177, 0.0386083],
+        f"times of tokens 0, 1, 2 in the race of {where}",
+        invariant=rule,
+        read="L4: Noise that is a function",
+    )

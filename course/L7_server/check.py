@@ -20,6 +20,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.async_engine import AsyncEngine, Mailbox
+from mini_sglang.config import EngineConfig
 from mini_sglang.grammar_check import GrammarChecker
 from mini_sglang.learn.checking import LessonError, expect, guards
 from mini_sglang.messages import (
@@ -164,6 +165,7 @@ async def connected() -> AsyncIterator[tuple[AsyncEngine, Wire]]:
     info = EngineInfo(
         model="lesson", dtype="float32", device="cpu", vocab_size=127, context_length=99, page_size=16, num_pages=9,
         max_prompt_tokens=98, max_running_requests=4, eos_token_ids=[], pid=process.pid,
+        config=EngineConfig(model="lesson"),
     )  # fmt: skip
     with mock.patch.object(GrammarChecker, "start"):
         engine = AsyncEngine(process, context, here, info, letters())

@@ -18,6 +18,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.async_engine import AsyncEngine
+from mini_sglang.config import EngineConfig
 from mini_sglang.grammar_check import GrammarChecker
 from mini_sglang.messages import AbortRequest, AddRequest, EngineInfo, Outputs, decode_to_engine, encode
 from mini_sglang.request import FinishReason, SamplingParams, StepOutputs, TokenOutput
@@ -41,6 +42,7 @@ async def _serve() -> None:
     info = EngineInfo(
         model="played", dtype="float32", device="cpu", vocab_size=127, context_length=99, page_size=16, num_pages=9,
         max_prompt_tokens=98, max_running_requests=4, eos_token_ids=[], pid=process.pid,
+        config=EngineConfig(model="played"),
     )  # fmt: skip
     backend = Backend(models.BPE(vocab={chr(i): i for i in range(33, 127)}, merges=[]))
     backend.decoder = decoders.ByteLevel()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from mini_sglang.execution.executor import StepHandle
 from mini_sglang.execution.model_runner import Sampled
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.learn.checking import LessonError, expect, guards
+from mini_sglang.observer import EngineObserver, PhaseName
 from mini_sglang.request import StepOutputs
-from mini_sglang.scheduling.batch import Row
+from mini_sglang.scheduling.batch import Row, ScheduledBatch
+from mini_sglang.scheduling.scheduler import Scheduler
 
 DEVICE = runpy.run_path(str(Path(__file__).with_name("device.py")))  # the simulated device, beside this file
 simulated_engine, add_request, tokens_of = (DEVICE[name] for name in ("simulated_engine", "add_request", "tokens_of"))
@@ -123,6 +126,44 @@ def test_a_read_that_fails_ends_the_requests_of_the_step_that_was_read() -> None
     expect(run(engine), 3, "tokens of the request that was not in that step")
 
 
+class ListeningObserver(EngineObserver):
+    """An engine's observer that keeps what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    @contextmanager
+    def phase(self, name: PhaseName, step: int) -> Iterator[None]:
+        self.heard.append(f"{name} {step}")
+        yield
+
+    def scheduled(self, batch: ScheduledBatch, scheduler: Scheduler) -> None:
+        self.heard.append(f"scheduled {batch.step}")
+
+    def read(self, batch: ScheduledBatch, device_us: int | None = None, error: str | None = None) -> None:
+        self.heard.append(f"read {batch.step}, {device_us} us")
+
+
+def test_the_observer_hears_of_every_phase() -> None:
+    engine, _ = simulated_engine(run_ahead=1)
+    engine._observer = observer = ListeningObserver()
+    add_request(engine, "a", tokens=2)
+    run(engine)
+    calls = [
+        "schedule 1 / scheduled 1 / launch 1",
+        "schedule 2 / scheduled 2 / launch 2 / wait 1 / update 1 / read 1, 10000 us",
+        "schedule 3 / wait 2 / update 2 / read 2, 10000 us",
+    ]
+    expect(
+        " / ".join(observer.heard),
+        " / ".join(calls),
+        "what the observer heard of a request for two tokens",
+        invariant="every phase has the number of its own step",
+        read="L9: The exercise",
+    )
+
+
 # -- tokens on their way to the host --------------------------------------------------------------------------------
 
 
@@ -183,6 +224,10 @@ class Event:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.position = stream, 0
 
+    def elapsed_time(self, later: Event) -> float:
+        """In ms: here as many as there was work between the two events."""
+        return float(later.position - self.position)
+
     def record(self) -> None:
         self.position = len(self.stream.queue)
 
@@ -192,11 +237,13 @@ class Event:
 
 class Landing:
     def __init__(self, stream: Stream) -> None:
-        self.token_ids, self.arrived = Pinned(stream, [0] * 4), Event(stream)
+        self.token_ids, self.arrived, self.started = Pinned(stream, [0] * 4), Event(stream), Event(stream)
 
 
 def handle_of(tokens: list[int], landings: list[Landing]) -> StepHandle:
-    return StepHandle(Sampled(OnDevice(tokens), [None] * len(tokens), {}), landings, 4)  # type: ignore[arg-type]
+    """The handle of a step that gets a free landing, as the executor hands it out."""
+    sampled = Sampled(OnDevice(tokens), [None] * len(tokens), {})  # type: ignore[arg-type]
+    return StepHandle(sampled, landings.pop(), landings)  # type: ignore[arg-type]
 
 
 @guards("copy-that-blocks")
@@ -254,6 +301,20 @@ def test_a_landing_is_used_again() -> None:
     )
 
 
+def test_a_result_comes_with_the_devices_time() -> None:
+    handle = handle_of([7], [Landing(Stream())])
+    expect(handle.device_us, None, "microseconds of a step that has not been read")
+    handle.result()
+    expect(handle.device_us, 1000, "microseconds between the landing's two events, once both have happened")
+
+
+def test_without_a_gpu_the_tokens_are_there() -> None:
+    handle = StepHandle(Sampled(torch.tensor([7, 8]), [None, None], {}), None, [])
+    result = handle.result()
+    expect(result.token_ids, [7, 8], "tokens of a step on a CPU, which has no landing", read="L9: The exercise")
+    expect(handle.device_us, None, "its microseconds on a device")
+
+
 @guards("written-over-the-last")
 def test_the_next_step_finds_the_token_on_the_device() -> None:
     table = RequestTable(2, context_length=16, page_size=4, device=CPU, idle_page=9)
@@ -275,12 +336,14 @@ class RecordedGraphs(StepGraphs):
     """Stands for CUDA graphs where there is no GPU: a replay sees the memory that was there at capture, no other."""
 
     whole: torch.Tensor  # what the last replay saw, padding included
+    first_kernel: Callable[[], None]
 
     def __init__(self, step: Callable[[int], GraphStep], sizes: list[int], name: str, pool: Any) -> None:
         self.sizes = sizes
         self._captured = {size: step(size) for size in sizes}
 
     def replay(self, size: int, rows: int) -> GraphStep:
+        self.first_kernel()
         RecordedGraphs.whole = self._captured[size].token_ids.clone()
         return GraphStep(self.whole[:rows], self.whole[:rows])
 
@@ -288,8 +351,19 @@ class RecordedGraphs(StepGraphs):
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     """Graphs for up to 6 rows, idle slot 99, whose step gives back the slots that it computes."""
+    from mini_sglang.execution import page_updates  # needs Triton
+    from mini_sglang.kernels.decode_step import take_pages_reference
+
     monkeypatch.setattr(cuda_graph, "StepGraphs", RecordedGraphs)
-    return DecodeGraphs(lambda slots: GraphStep(slots, slots), 6, 99, CPU, None)
+    monkeypatch.setattr(page_updates, "take_pages", take_pages_reference)
+    graphs = DecodeGraphs(lambda slots: GraphStep(slots, slots), 6, small_table(CPU), None)
+    graphs._graphs.first_kernel = graphs._updates.take  # type: ignore[attr-defined]
+    return graphs
+
+
+def small_table(device: torch.device) -> RequestTable:
+    """99 slots of four pages each."""
+    return RequestTable(99, context_length=16, page_size=4, device=device, idle_page=0)
 
 
 @guards("largest-not-captured")
@@ -318,7 +392,7 @@ def test_a_batch_takes_the_next_larger_graph(graphs: DecodeGraphs) -> None:
 @guards("inputs-moved")
 def test_a_replay_reads_the_memory_that_was_captured(graphs: DecodeGraphs) -> None:
     expect(
-        graphs.replay((3, 1, 4, 5)).token_ids.tolist(),
+        graphs.replay((3, 1, 4, 5), {}).token_ids.tolist(),
         [3, 1, 4, 5],
         "slots that a graph of 4 rows computes, ordered (3, 1, 4, 5)",
         invariant="a graph holds addresses: write into the tensor that it captured, never put another in its place",
@@ -328,8 +402,8 @@ def test_a_replay_reads_the_memory_that_was_captured(graphs: DecodeGraphs) -> No
 
 @guards("padded-with-slot-0")
 def test_spare_rows_belong_to_the_idle_slot(graphs: DecodeGraphs) -> None:
-    graphs.replay((3, 1, 0, 5))
-    rows = graphs.replay((2, 0, 1)).token_ids.tolist()
+    graphs.replay((3, 1, 0, 5), {})
+    rows = graphs.replay((2, 0, 1), {}).token_ids.tolist()
     expect(
         (rows, RecordedGraphs.whole.tolist()),
         ([2, 0, 1], [2, 0, 1, 99]),
@@ -341,9 +415,9 @@ def test_spare_rows_belong_to_the_idle_slot(graphs: DecodeGraphs) -> None:
 
 @guards("stale-slots")
 def test_other_slots_are_sent_even_if_there_are_as_many(graphs: DecodeGraphs) -> None:
-    graphs.replay((3, 1))
+    graphs.replay((3, 1), {})
     expect(
-        graphs.replay((4, 1)).token_ids.tolist(),
+        graphs.replay((4, 1), {}).token_ids.tolist(),
         [4, 1],
         "slots computed after a step of as many other slots",
         invariant="nothing is sent only if the very same batch is on the device already",
@@ -362,7 +436,7 @@ def test_the_same_batch_is_sent_once(graphs: DecodeGraphs, monkeypatch: pytest.M
     monkeypatch.setattr(cuda_graph, "staged", counted)
     slots = (3, 1)
     for _ in range(5):
-        graphs.replay(slots)
+        graphs.replay(slots, {})
     expect(
         len(sent),
         1,
@@ -372,12 +446,33 @@ def test_the_same_batch_is_sent_once(graphs: DecodeGraphs, monkeypatch: pytest.M
     )
 
 
+@guards("ring-out-of-step")
+def test_new_pages_arrive_in_the_step_that_gains_them(graphs: DecodeGraphs) -> None:
+    table = graphs._updates._page_table
+    handed: list[dict[int, int]] = [{}, {5: 70}, {}, {}, {6: 71, 20: 72}]
+    for step, pages in enumerate(handed, 1):
+        graphs.replay((3, 1), pages)
+        got = {place: int(table.view(-1)[place]) for place in pages}
+        expect(
+            got,
+            pages,
+            f"places of the page table and what is there after step {step}",
+            invariant="host and device count the same steps: each has its entry of the ring, be it empty",
+            read="L9: New pages without a launch",
+        )
+
+
 def test_real_graphs() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU; everything above holds without one")
     device = torch.device("cuda")
     with torch.inference_mode():
-        real = DecodeGraphs(lambda slots: GraphStep(slots * 10, slots), 6, 99, device, torch.cuda.graph_pool_handle())
-        for slots in ((3, 1, 4, 5), (2, 0, 1), (5,), (1, 2, 3, 4, 5, 0)):
-            got = real.replay(slots).token_ids.tolist()
+        table = small_table(device)
+        pool = torch.cuda.graph_pool_handle()
+        real = DecodeGraphs(lambda slots: GraphStep(slots * 10, slots), 6, table, pool)
+        for page, slots in enumerate([(3, 1, 4, 5), (2, 0, 1), (5,), (1, 2, 3, 4, 5, 0)], 50):
+            got = real.replay(slots, {4 * slots[0]: page} if page % 2 else {}).token_ids.tolist()
             expect(got, [10 * slot for slot in slots], f"a real graph's result for the slots {slots}")
+            if page % 2:
+                first = int(table.page_table[slots[0], 0])
+                expect(first, page, f"first page of slot {slots[0]}, which the step gained")

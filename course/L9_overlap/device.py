@@ -85,6 +85,7 @@ class SimulatedHandle:
 
     def __init__(self, device: SimulatedDevice, step: int, handle: StepHandle, done_at: float) -> None:
         self._device, self._step, self._handle, self._done_at = device, step, handle, done_at
+        self.device_us = round(device.step_ms * 1000)
 
     def result(self) -> StepResult:
         self._device.read(self._step, self._done_at)

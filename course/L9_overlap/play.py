@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, graph_sizes
+from mini_sglang.execution.request_table import RequestTable
 
 DEVICE = runpy.run_path(str(Path(__file__).with_name("device.py")))  # the simulated device, beside this file
 STYLES = {
@@ -92,11 +93,12 @@ def show_graphs(console: Console) -> None:
         return GraphStep(slots, x)
 
     with torch.inference_mode():
-        graphs = DecodeGraphs(step, 8, 8, device, torch.cuda.graph_pool_handle())
+        table = RequestTable(8, context_length=16, page_size=4, device=device, idle_page=0)
+        graphs = DecodeGraphs(step, 8, table, torch.cuda.graph_pool_handle())
         slots = torch.tensor([3, 1, 4, 0], device=device)
         steps: dict[str, Callable[[], GraphStep]] = {
             "kernel by kernel": lambda: step(slots),
-            "as a graph": lambda: graphs.replay((3, 1, 4, 0)),
+            "as a graph": lambda: graphs.replay((3, 1, 4, 0), {}),
         }
         for name, call in steps.items():
             call()

@@ -41,14 +41,21 @@ class QueueTimes:
         return cls(dict(sorted(counts.items())), seconds) if counts else None
 
     def since(self, before: QueueTimes) -> Distribution | None:
-        """Of the requests after `before`, in ms, interpolated inside a bucket. None if there are none."""
+        """Of the requests after `before`, in ms; None if there are none.
+
+        Percentiles are interpolated inside a bucket, which may be wide, but are no larger than the mean allows
+        (Markov's inequality).
+        """
         new = {bound: count - before.counts.get(bound, 0.0) for bound, count in self.counts.items()}
         total = max(new.values())
         if total <= 0:
             return None
-        mean = (self.seconds - before.seconds) / total
-        quantiles = (_quantile(new, share * total) for share in (0.5, 0.9, 0.95, 0.99, 1.0))
-        return Distribution(mean * 1e3, *(seconds * 1e3 for seconds in quantiles))
+        seconds = self.seconds - before.seconds
+        quantiles = [
+            min(_quantile(new, share * total), seconds / max(total * (1 - share), 1))
+            for share in (0.5, 0.9, 0.95, 0.99, 1.0)
+        ]
+        return Distribution(seconds / total * 1e3, *(quantile * 1e3 for quantile in quantiles))
 
 
 def _quantile(counts: dict[float, float], rank: float) -> float:

@@ -52,7 +52,12 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     _check_certificate(server_config)
     with _bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
         # Fetched here, not in the event loop: Ctrl-C still stops a long download.
-        resolve_model(engine_config.model, source=engine_config.model_source, revision=engine_config.revision)
+        resolve_model(
+            engine_config.model,
+            source=engine_config.model_source,
+            revision=engine_config.revision,
+            weights_needed=engine_config.load_format != "dummy",
+        )
         with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
             return runner.run(_serve(engine_config, server_config, listener))
 

@@ -86,6 +86,16 @@ def test_queue_time_is_that_of_the_requests_since(name: str) -> None:
     assert after.since(after) is None
 
 
+def test_percentiles_in_a_wide_bucket_are_no_larger_than_the_mean_allows() -> None:
+    empty, after = (QueueTimes.read(metrics("x_queue_time_seconds", n, n, n, seconds=n * 1e-4)) for n in (0, 1000))
+    assert empty is not None
+    assert after is not None
+    found = after.since(empty)
+    assert found is not None
+    assert found.mean == pytest.approx(0.1)
+    assert [found.p50, found.p90, found.p99] == pytest.approx([0.2, 1.0, 10.0])
+
+
 def test_waits_beyond_the_last_bucket_are_at_least_its_bound() -> None:
     empty, after = (QueueTimes.read(metrics("x_queue_time_seconds", 0, 0, n, seconds=n)) for n in (0, 4))
     assert empty is not None

@@ -21,7 +21,8 @@ def evaluate(folder: Path, model: str, arguments: str, task: str, *more: str) ->
     """The scores of a run of the command, and what it got for each question, in order."""
     command = f"{sys.executable} -m lm_eval --model {model} --model_args {arguments} --tasks {task}".split()
     files = ("--include_path", str(TASKS), "--output_path", str(folder / model), "--log_samples")
-    environment = {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    # one thread: for steps this small, several wait for each other where the cores are busy
+    environment = {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         (*command, *files, *more), capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +225,16 @@ def test_anthropics_client_understands_everything(serve: Callable[..., str]) -> 
     assert counted.input_tokens == message.usage.input_tokens
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**{**body, "model": "other"})
+
+
+def test_anthropics_asynchronous_client_streams_too(serve: Callable[..., str]) -> None:
+    anthropic = pytest.importorskip("anthropic")
+
+    async def run() -> tuple[str, str]:
+        async with anthropic.AsyncAnthropic(base_url=serve(), api_key="none", max_retries=0) as client:
+            asked: Json = {"model": "scripted", "max_tokens": 64, "messages": HI}
+            whole = await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                return whole.content[0].text, "".join([text async for text in stream.text_stream])
+
+    assert asyncio.run(run()) == (TEXT, TEXT)
