@@ -51,7 +51,7 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # the notice is of another version, not of this site
 
 # Ten minutes of requests made from the API's description, against a server with a tiny model.
 fuzz: setup

@@ -32,17 +32,17 @@ class Trace:
     def __init__(self) -> None:
         self.console = Console(highlight=False)
         self.number = 0
-        self._took = 0.0
+        self.took_ms = 0.0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self._took = time.perf_counter() - began
+        self.took_ms = (time.perf_counter() - began) * 1e3
 
     def stage(self, name: str, where: str, **facts: object) -> None:
         self.number += 1
-        took = f"{self._took * 1e3:.2f} ms"
+        took = f"{self.took_ms:.2f} ms"
         self.console.print(f"[bold]{self.number} {name}[/]  [dim]{where}  {took}[/]")
         table = Table.grid(padding=(0, 2))
         for label, value in facts.items():
@@ -58,11 +58,14 @@ def main() -> None:
     source = resolve_model("smollm2-135m")
     tokenizer = load_tokenizer(source)
     engine = Engine(EngineConfig(dtype="float32", num_pages=64, num_threads=1), tokenizer)
-    follow(trace, engine, tokenizer)
+    processor = arrive(trace, engine, tokenizer)
+    step(trace, engine, tokenizer, processor)
+    repeat(trace.console, engine, tokenizer, processor)
     engine.close()
 
 
-def follow(trace: Trace, engine: Engine, tokenizer: Tokenizer) -> None:
+def arrive(trace: Trace, engine: Engine, tokenizer: Tokenizer) -> OutputProcessor:
+    """Stages 1 to 3; returns what will make text of the request's tokens."""
     with trace.timed():
         body = check_body(json.loads(BODY), GenerateBody)
         params, prompt = body.sampling_params(), parse_prompt(body.prompt)
@@ -72,7 +75,6 @@ def follow(trace: Trace, engine: Engine, tokenizer: Tokenizer) -> None:
         prompt_ids = tokenizer.encode(str(prompt))
     pieces = " ".join(f"{token_id}={tokenizer.decode([token_id])!r}" for token_id in prompt_ids)
     trace.stage("tokenize", "tokenizer.py", text=repr(prompt), becomes=pieces)
-    processor = OutputProcessor(tokenizer, "r1", len(prompt_ids), params)
 
     with trace.timed():
         wire = msgspec.msgpack.encode(AddRequest("r1", prompt_ids, params))
@@ -81,12 +83,16 @@ def follow(trace: Trace, engine: Engine, tokenizer: Tokenizer) -> None:
     trace.stage(
         "carry", "async_engine.py → engine_process.py", message=f"{len(wire)} bytes of msgpack, one queue behind"
     )
+    return OutputProcessor(tokenizer, "r1", len(prompt_ids), params)
 
+
+def step(trace: Trace, engine: Engine, tokenizer: Tokenizer, processor: OutputProcessor) -> None:
+    """Stages 4 to 7, once."""
     with trace.timed():
         batch = engine.scheduler.schedule()
     assert batch is not None
     rows = [f"slot {row.slot}: tokens {row.start} to {row.start + row.count - 1}" for row in batch.rows]
-    pages = [f"slot {new.slot} gets pages {new.page_ids}" for new in batch.new_pages]
+    pages = [f"slot {new.slot} gets pages {new.page_ids}" for new in batch.new_pages] or ["no new ones"]
     trace.stage("schedule", "scheduling/scheduler.py", rows="; ".join(rows), pages="; ".join(pages), of="integers only")
 
     with trace.timed():
@@ -110,10 +116,9 @@ def follow(trace: Trace, engine: Engine, tokenizer: Tokenizer) -> None:
     with trace.timed():
         [output] = engine.scheduler.update(batch, result)
         answer = processor.push(output)
-    trace.stage(
-        "tell", "output_processor.py, detokenizer.py", text=repr(answer.text_delta), then="an event to the client"
-    )
-    repeat(trace.console, engine, tokenizer, processor)
+    reason = answer.finish_reason
+    then = "an event to the client" if reason is None else f"the last event: finish_reason {reason.value}"
+    trace.stage("tell", "output_processor.py, detokenizer.py", text=repr(answer.text_delta), then=then)
 
 
 def repeat(console: Console, engine: Engine, tokenizer: Tokenizer, processor: OutputProcessor) -> None:

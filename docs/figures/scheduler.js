@@ -1,0 +1,228 @@
+// The decisions of mini_sglang/scheduling/scheduler.py, in as much as a figure needs: first come, first served, every
+// step read before the next one, nothing aborted. Who runs, how many tokens, which pages: the engine's own, and tests
+// run both side by side.
+
+import { KVCache, knownTokens } from "./kv_cache.js";
+import { commonPrefix } from "./radix_cache.js";
+
+const EXPECTED_OUTPUT_WEIGHT = 1 / 16;
+const WORTH_WAITING = 16;
+
+/** The token that stands for what a model would sample: a letter by position. */
+export const nextToken = (request) => String.fromCharCode(97 + (knownTokens(request).length % 26));
+
+export class Scheduler {
+  constructor({ budget, numPages, pageSize, slots, expectedOutput }) {
+    this.kv = new KVCache(numPages, pageSize);
+    this.budget = budget;
+    this.slots = slots;
+    this.expectedOutput = expectedOutput;
+    this.waiting = []; // both in order of arrival
+    this.running = [];
+    this.decoding = []; // of these, in order of joining: one token in every step
+    this.arrivals = 0;
+    this.turns = 0; // in which order members of `decoding` got their latest page
+    this.isFull = false;
+    this.preempted = [];
+    this.step = 0;
+  }
+
+  get hasWork() {
+    return this.waiting.length + this.running.length > 0;
+  }
+
+  /** Queue a request. Throws if its prompt can never fit. */
+  add(request) {
+    const cells = this.kv.numPages * this.kv.pageSize;
+    if (request.prompt.length > cells) {
+      throw new RangeError(`${request.name} has ${request.prompt.length} prompt tokens, the pool holds ${cells}`);
+    }
+    request.limit = Math.min(cells + 1, request.prompt.length + request.maxTokens);
+    request.arrival = this.arrivals += 1;
+    insert(this.waiting, request);
+    this.isFull = false;
+  }
+
+  /** Schedule a step and read it. Null if there is nothing to compute. */
+  run() {
+    this.preempted = [];
+    this.kv.copies = [];
+    this.kv.evicted = [];
+    const batch = this.schedule();
+    if (batch) this.update(batch);
+    return batch;
+  }
+
+  // -- before a step --------------------------------------------------------------------------------------------------
+
+  schedule() {
+    const plan = new Map();
+    let [enoughPages, prefilling] = this.planDecodes(plan);
+    let budget = Math.max(this.budget - this.decoding.length - plan.size, 1);
+    for (const request of prefilling) {
+      if (budget === 0) break;
+      if (!this.running.includes(request)) continue; // preempted meanwhile
+      const count = Math.min(numTokens(request) - request.computed, budget);
+      if (this.makeRoom(request, request.computed + count, plan)) {
+        plan.set(request, count);
+        budget -= count;
+      } else enoughPages = false;
+    }
+    const admitted = [];
+    if (this.waiting.length && this.running.length < this.slots && budget && enoughPages && !this.isFull) {
+      this.admitWaiting(plan, budget, admitted);
+    }
+    return plan.size || this.decoding.length ? this.launch(plan, admitted) : null;
+  }
+
+  /** A page for every running request with one token to compute, if it begins one; the senior first if few are left. */
+  planDecodes(plan) {
+    const prefilling = [];
+    let enoughPages = true;
+    const catchingUp = this.running.filter((request) => !this.decoding.includes(request));
+    const begins = (request) => request.computed === request.pages.length * this.kv.pageSize;
+    let beginning = this.decoding.filter(begins).sort((a, b) => a.turn - b.turn);
+    if (beginning.length + catchingUp.length <= this.kv.numAvailable) {
+      this.kv.reserveNext(beginning);
+      beginning.forEach((request) => this.noteTurn(request));
+      beginning = [];
+    }
+    for (const request of [...beginning, ...catchingUp].sort(byArrival)) {
+      if (!this.running.includes(request)) continue; // preempted by one before it
+      const tokens = numTokens(request);
+      const decodes = this.decoding.includes(request);
+      if (tokens - request.computed > 1) prefilling.push(request);
+      else if (!this.makeRoom(request, tokens, plan)) {
+        enoughPages = false;
+        if (decodes) remove(this.decoding, request);
+      } else if (decodes) this.noteTurn(request);
+      else if (request.computed < request.prompt.length) plan.set(request, 1);
+      else {
+        this.decoding.push(request);
+        this.noteTurn(request);
+      }
+    }
+    return [enoughPages, prefilling];
+  }
+
+  noteTurn(request) {
+    request.turn = this.turns += 1;
+  }
+
+  /** Get pages up to `tokens`, if need be from those that came last. If false, the request skips this step. */
+  makeRoom(request, tokens, plan) {
+    while (!this.kv.reserve(request, tokens)) {
+      const victim = this.running.at(-1);
+      if (victim === request) return false;
+      plan.delete(victim);
+      this.preempt(victim);
+    }
+    return true;
+  }
+
+  preempt(request) {
+    this.stop(request);
+    this.preempted.push({ request, pages: [...request.pages] });
+    this.kv.release(request);
+    insert(this.waiting, request);
+  }
+
+  stop(request) {
+    remove(this.running, request);
+    if (this.decoding.includes(request)) remove(this.decoding, request);
+    this.isFull = false;
+  }
+
+  admitWaiting(plan, budget, admitted) {
+    this.kv.publishFilled();
+    this.kv.stepRead();
+    const computing = [...plan].filter(([r, count]) => count > 1 || r.computed < r.prompt.length).map(([r]) => r);
+    const growthOf = (request) => this.expectedPages(request) - request.pages.length;
+    let growth = this.running.reduce((sum, request) => sum + growthOf(request), 0);
+    for (const request of [...this.waiting]) {
+      if (budget === 0 || this.running.length === this.slots) break;
+      const match = this.kv.match(request);
+      if (this.isBeingComputed(request, match, computing)) continue;
+      const count = Math.min(numTokens(request) - match.numTokens, budget);
+      const fits = this.expectedToFit(request, match, growth);
+      if (!fits || !this.kv.admit(request, match, match.numTokens + count)) {
+        this.isFull = true;
+        break;
+      }
+      remove(this.waiting, request);
+      insert(this.running, request);
+      admitted.push({ request, found: match.numTokens });
+      growth += growthOf(request);
+      plan.set(request, count);
+      computing.push(request);
+      budget -= count;
+    }
+  }
+
+  /** Whether a request of this very step computes more of the same beginning than the cache has: then it waits. */
+  isBeingComputed(request, match, computing) {
+    const mine = knownTokens(request);
+    const cached = match.numTokens;
+    const left = mine.length - cached;
+    return left >= 2 && computing.some((other) => {
+      const saved = Math.min(commonPrefix(mine, knownTokens(other)), mine.length - 1) - cached;
+      return saved > 0 && (saved >= WORTH_WAITING || 2 * saved >= left);
+    });
+  }
+
+  expectedPages(request) {
+    const left = Math.max(this.expectedOutput - request.output.length, this.kv.pageSize);
+    const known = knownTokens(request).length;
+    return this.kv.pagesFor(Math.min(known + Math.floor(left), request.limit - 1));
+  }
+
+  expectedToFit(request, match, growth) {
+    if (!this.running.length) return true; // alone it always fits
+    return this.expectedPages(request) - match.lockedPages + growth <= this.kv.numAvailable;
+  }
+
+  launch(plan, admitted) {
+    this.step += 1;
+    const decodes = this.decoding.map((request) => ({ request, start: request.computed, count: 1, samples: true }));
+    const chunks = [...plan].map(([request, count]) => {
+      const start = request.computed;
+      const samples = start + count === numTokens(request);
+      request.computed += count;
+      if (start < request.prompt.length || count > 1) this.kv.commit(request, samples);
+      return { request, start, count, samples };
+    });
+    if (plan.size) this.isFull = false;
+    for (const request of this.decoding) request.computed += 1;
+    return { step: this.step, decodes, chunks, admitted, preempted: this.preempted, ended: [] };
+  }
+
+  // -- after a step ---------------------------------------------------------------------------------------------------
+
+  update(batch) {
+    for (const { request, samples } of [...batch.decodes, ...batch.chunks]) {
+      if (!samples) continue;
+      request.output += nextToken(request);
+      if (knownTokens(request).length >= request.limit) {
+        this.expectedOutput += EXPECTED_OUTPUT_WEIGHT * (request.output.length - this.expectedOutput);
+        this.stop(request);
+        this.kv.release(request);
+        batch.ended.push(request);
+      }
+    }
+    this.kv.stepRead();
+  }
+}
+
+/** Those not sampled yet included: whoever computes the last token samples one more. */
+export const numTokens = (request) => Math.max(knownTokens(request).length, request.computed + 1);
+
+const byArrival = (a, b) => a.arrival - b.arrival;
+
+function insert(requests, request) {
+  requests.push(request);
+  requests.sort(byArrival);
+}
+
+function remove(requests, request) {
+  requests.splice(requests.indexOf(request), 1);
+}
