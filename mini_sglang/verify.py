@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ PROMPTS = {
     "emoji": "Family 👨‍👩‍👧 and flags 🇫🇷 are",
     "question": "Question: What is the boiling point of water?\nAnswer:",
     "long": "The quick brown fox jumps over the lazy dog. " * 60 + "The quick",  # more than one step's token budget
+}
+
+# The contract prompt's first 20 greedy tokens as transformers gave them once, by the last part of a model's name
+CONTRACT_IDS = {
+    "smollm2-135m": [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216],
+    "qwen3-8b": [12095, 13, 576, 6722, 315, 9625, 374] * 2 + [12095, 13, 576, 6722, 315, 9625],
 }
 
 
@@ -72,7 +79,9 @@ def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable
         equal &= comparison.first_difference is None
         for line in _describe(comparison, tokenizer):
             report(line)
-    report(f"{config.model}: {'equal to transformers' if equal else 'DIFFERENT from transformers'} on all prompts")
+        if comparison.name == "capital":
+            equal &= _as_recorded(config.model, comparison.our_ids, report)
+    report(f"{config.model}: {'equal to transformers on all prompts' if equal else 'DIFFERENT, see above'}")
     return equal
 
 
@@ -133,6 +142,17 @@ def _tokenizers_agree(source: ModelSource, tokenizer: Tokenizer, report: Callabl
         if ours != theirs:
             equal = False
             report(f"{name}: the prompt's token ids differ\n  here          {ours}\n  transformers  {theirs}")
+    return equal
+
+
+def _as_recorded(model: str, our_ids: list[int], report: Callable[[str], object]) -> bool:
+    """Whether the contract prompt's tokens are the recorded ones, for models of which there are any."""
+    recorded = CONTRACT_IDS.get(Path(model).name.lower())
+    if recorded is None:
+        return True
+    number = min(len(recorded), len(our_ids))
+    equal = our_ids[:number] == recorded[:number]
+    report(f"  recorded      {'equal' if equal else f'DIFFERENT: {recorded[:number]}'}")
     return equal
 
 

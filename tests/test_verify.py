@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from mini_sglang import EngineConfig
-from mini_sglang.verify import PROMPTS, Comparison, compare, load_reference, reference_greedy, verify_model
+from mini_sglang.learn import contract
+from mini_sglang.verify import (
+    CONTRACT_IDS,
+    PROMPTS,
+    Comparison,
+    compare,
+    load_reference,
+    reference_greedy,
+    verify_model,
+)
 from mini_sglang.weights.hub import ModelSource
 
 
@@ -23,6 +32,22 @@ def test_the_reference_for_the_builtin_model_is_the_recorded_one(builtin_model: 
     ids, margins = reference_greedy(load_reference(builtin_model), recorded["prompt_ids"], 8)
     assert ids == recorded["output_ids_ignore_eos"][:8]
     assert margins == pytest.approx(recorded["top2_margins"][:8], abs=1e-3)
+
+
+def test_the_contracts_ids_are_recorded_once_and_again() -> None:
+    recorded = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())["cases"][0]
+    assert recorded["prompt"] == contract.PROMPT == PROMPTS["capital"]
+    assert CONTRACT_IDS["smollm2-135m"] == contract.TOKEN_IDS == recorded["output_ids_ignore_eos"][:20]
+
+
+def test_a_model_that_is_equal_to_transformers_but_not_as_recorded_is_found_out(
+    write_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, lines = write_checkpoint("llama"), list[str]()
+    monkeypatch.setitem(CONTRACT_IDS, checkpoint.path.name.lower(), [-1, -2])
+    assert not verify_model(config_of(checkpoint), max_tokens=4, report=lines.append)
+    assert "  recorded      DIFFERENT: [-1, -2]" in lines
+    assert "DIFFERENT" in lines[-1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
