@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest import mock
 
 import zmq.asyncio
 from tokenizers import Tokenizer as Backend
@@ -21,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.async_engine import AsyncEngine, Mailbox
 from mini_sglang.config import EngineConfig
-from mini_sglang.grammar_check import GrammarChecker
 from mini_sglang.learn.checking import LessonError, expect, guards
 from mini_sglang.messages import (
     AbortRequest,
@@ -167,8 +165,7 @@ async def connected() -> AsyncIterator[tuple[AsyncEngine, Wire]]:
         max_prompt_tokens=98, max_running_requests=4, eos_token_ids=[], pid=process.pid,
         config=EngineConfig(model="lesson"),
     )  # fmt: skip
-    with mock.patch.object(GrammarChecker, "start"):
-        engine = AsyncEngine(process, context, here, info, letters())
+    engine = AsyncEngine(process, context, here, info, letters())
     try:
         yield engine, Wire(there)
     finally:

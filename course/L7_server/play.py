@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from unittest import mock
 
 import zmq.asyncio
 from rich.console import Console
@@ -19,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.async_engine import AsyncEngine
 from mini_sglang.config import EngineConfig
-from mini_sglang.grammar_check import GrammarChecker
 from mini_sglang.messages import AbortRequest, AddRequest, EngineInfo, Outputs, decode_to_engine, encode
 from mini_sglang.request import FinishReason, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.tokenizer import Tokenizer
@@ -47,8 +45,7 @@ async def _serve() -> None:
     backend = Backend(models.BPE(vocab={chr(i): i for i in range(33, 127)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
-    with mock.patch.object(GrammarChecker, "start"):  # no grammars here, and no process to check them
-        engine = AsyncEngine(process, context, here, info, tokenizer)
+    engine = AsyncEngine(process, context, here, info, tokenizer)
     steps = asyncio.create_task(_play_engine(there))
     try:
         await asyncio.gather(
