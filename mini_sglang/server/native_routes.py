@@ -30,7 +30,7 @@ from mini_sglang.server.streaming import DONE, EventStream, event, while_connect
 
 Answer = TypeVar("Answer")
 
-_SECRETS = ("api_key", "ssl_keyfile")
+_SECRETS = ("api_key", "api_key_file", "ssl_keyfile")
 
 router = APIRouter(tags=["mini-sglang"])
 open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
