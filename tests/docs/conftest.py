@@ -45,7 +45,7 @@ def site_url(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="drives a browser with Playwright")
     with playwright.sync_playwright() as running:
