@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -468,3 +469,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) 
     writer.add_eos_token_id(vocab["<|im_end|>"])
     writer.add_pad_token_id(vocab["<|endoftext|>"])
     writer.add_chat_template(CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium, driven by Playwright. Its event loop runs until the module ends: asyncio cannot begin another."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="drives a browser with Playwright")
+    with playwright.sync_playwright() as running:
+        try:
+            # the sandbox needs rights that containers and root do not have
+            browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium that Playwright can run: {error.message.splitlines()[0]}")
+        yield browser
+        browser.close()

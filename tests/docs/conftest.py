@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import shutil
 import subprocess
 import sys
 import threading
@@ -43,19 +42,6 @@ def site_url(site: Path) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="drives a browser with Playwright")
-    with playwright.sync_playwright() as running:
-        try:
-            # the sandbox needs rights that containers and root do not have
-            browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium that Playwright can run: {error.message.splitlines()[0]}")
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

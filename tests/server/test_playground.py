@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,18 +24,6 @@ expect = playwright.expect
 ANSWER = "Hello there, dear friend."
 END = "<|endoftext|>"  # the end token, shown small
 PHONE = {"width": 360, "height": 740}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        try:
-            # the sandbox needs rights that containers and root do not have
-            browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium that Playwright can run: {error.message.splitlines()[0]}")
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
