@@ -153,7 +153,7 @@ def bench_serving(options: argparse.Namespace) -> int:
 def bench_prefix(options: argparse.Namespace) -> int:
     from mini_sglang.benchmark import prefix_report
     from mini_sglang.benchmark.prefix import SHARES, measure_prefix
-    from mini_sglang.benchmark.serving_report import load_pyplot
+    from mini_sglang.benchmark.pyplot import load_pyplot
     from mini_sglang.benchmark.traces import read_trace
 
     if options.plot is not None:

@@ -56,9 +56,8 @@ class TritonBackend:
             self._long = self._short = PrefillTuning(block_queries=16)
         else:
             self._long = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
-            self._short = short_prefill_tuning(
-                self._long, pool.head_dim, dtype
-            )  # graphs take it too: their steps are short
+            # that of graphs too, whose steps are short
+            self._short = short_prefill_tuning(self._long, pool.head_dim, dtype)
         self.decode = PagedDecode(
             max_rows=max_rows,
             num_heads=num_heads,

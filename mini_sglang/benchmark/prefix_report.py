@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mini_sglang.benchmark.prefix import HostCost, PrefixReport
-from mini_sglang.benchmark.serving_report import load_pyplot
+from mini_sglang.benchmark.pyplot import load_pyplot
 
 
 def print_tables(report: PrefixReport) -> None:

@@ -24,10 +24,11 @@ from mini_sglang.benchmark.arrivals import arrival_times
 from mini_sglang.benchmark.datasets import Requests, open_dataset
 from mini_sglang.benchmark.http_client import Exchange, HttpClient
 from mini_sglang.benchmark.load_generator import Load, LoadGenerator, LoadRequest, OnProgress
+from mini_sglang.benchmark.pyplot import load_pyplot
 from mini_sglang.benchmark.queue_time import QueueTimes
 from mini_sglang.benchmark.serving_config import ServingConfig
 from mini_sglang.benchmark.serving_figures import Figures, figures_of, medians
-from mini_sglang.benchmark.serving_report import load_pyplot, plot_rates, serving_report
+from mini_sglang.benchmark.serving_report import plot_rates, serving_report
 
 _REFRESH_S = 1.0  # between two drawings of the progress bar, which take time from the generator
 _OTHER_DATA = 1 << 20  # added to a run's seed for its warm-up

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from mini_sglang.benchmark.pyplot import load_pyplot
 from mini_sglang.benchmark.serving_config import ServingConfig
 from mini_sglang.benchmark.serving_figures import Distribution, Figures
 
@@ -94,18 +95,6 @@ def _short(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def load_pyplot() -> Any:
-    """matplotlib's pyplot, without a screen. Raises ValueError that names the extra where it is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'mini-sglang[bench]'") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot_rates(path: Path, results: Sequence[Figures]) -> None:
