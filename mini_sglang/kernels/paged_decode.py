@@ -278,7 +278,7 @@ def _split_of(length, split_tokens, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexp
     return first, size, tl.cdiv(length - first, size)
 
 
-@triton.jit(do_not_specialize=["rows", "split_tokens"])
+@triton.jit(do_not_specialize=["lengths", "tokens", "rows", "split_tokens"])
 def _plan_kernel(
     lengths,
     tokens,
@@ -571,7 +571,7 @@ def _merge(
 ):
     """Weigh a row's splits by their share of the softmax, in their order, and write the group's heads."""
     MOST: tl.constexpr = 4096 // (GROUP_PAD * DIM_PAD)  # splits per iteration that registers hold
-    CHUNK: tl.constexpr = max(1, min(MAX_SPLITS, MOST))
+    CHUNK: tl.constexpr = MOST if MOST < MAX_SPLITS else MAX_SPLITS
     heads = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
