@@ -93,9 +93,10 @@ class ModelRunner:
         logits = self._model.empty_logits(max(1, max_rows))
         slots = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         updates = PageUpdates(table.page_table, len(logits))
-        torch.mm(logits[:1], logits[:1].t())  # cuBLAS cannot be set up within a capture
+        square = torch.zeros(16, 16, dtype=logits.dtype, device=logits.device)
+        torch.mm(square, square)  # cuBLAS cannot be set up within a capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # kernels may be loaded meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # kernels may be loaded in it
             self._sampler.draw(logits, slots, slots.int())  # takes the longest to compile, so it comes first
             for batch in batches:
                 self._model(batch)

@@ -1,9 +1,9 @@
 """Compiles kernels side by side before they are needed. Triton compiles one when it is first launched, the next after.
 
-While `CompileAhead.noting` is entered, a launch of a kernel that is not compiled yet has it compiled by a pool of
-threads and launches nothing. So whatever runs meanwhile must not be relied on, nor may anything be computed from it on
-the device: capture it in a CUDA graph that is thrown away. (Most of the compiler, and the assembler, runs without
-Python's lock.) Knows no kernel and no model.
+Within `CompileAhead.noting`, launches of kernels that are not compiled yet are noted and do not happen; those that are
+go on. So what is launched there must not be computed: capture it in a CUDA graph that is thrown away. Threads are
+enough, since most of the compiler, the assembler and the compiler of C run without Python's lock. Knows no kernel and
+no model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -22,15 +22,15 @@ import triton
 
 logger = logging.getLogger(__name__)
 
-_MOST_THREADS = 16  # more only wait for Python's lock
+_MOST_THREADS = 8  # more only wait for each other: a quarter of the work needs Python's lock
 
 
 class CompileAhead:
-    """Kernels for the current device, whose compiling goes on in the background from their first launch to `wait`."""
+    """Kernels of the current device that are compiled in the background, from the end of `noting` to `wait`."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
-        self._kernels: dict[Hashable, Future[object]] = {}
+        self._kernels: list[Future[object]] = []
         self._pool = ThreadPoolExecutor(
             min(_MOST_THREADS, len(os.sched_getaffinity(0))),
             thread_name_prefix="compile",
@@ -40,14 +40,15 @@ class CompileAhead:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Within, launches of this thread compile what they need and do not happen."""
+        """Note the kernels that this thread launches; their compiling begins at the end, in the order of launches."""
         runtime, this_thread = triton.knobs.runtime, threading.get_ident()
         previous = runtime.jit_cache_hook
+        noted: dict[tuple[Any, str], str] = {}  # (function, key of the compiled kernel) -> how it is specialised
 
         def note(**about: Any) -> bool | None:
             """Called by Triton for a kernel that is not compiled; True: neither compile nor launch it."""
-            if threading.get_ident() == this_thread and not about["is_manual_warmup"]:
-                self._start(about["fn"].jit_function, about["key"], about["compile"]["specialization_data"])
+            if threading.get_ident() == this_thread:
+                noted[about["fn"].jit_function, about["key"]] = about["compile"]["specialization_data"]
                 return True
             return None if previous is None else bool(previous(**about))
 
@@ -56,15 +57,13 @@ class CompileAhead:
             yield
         finally:
             runtime.jit_cache_hook = previous
-
-    def _start(self, function: Any, key: str, specialization: str) -> None:
-        if (function, key) not in self._kernels:
-            self._kernels[function, key] = self._pool.submit(_prepare, function, specialization)
+        # no sooner: a launch would take a kernel that another thread has compiled but not loaded yet
+        self._kernels += [self._pool.submit(_prepare, function, data) for (function, _), data in noted.items()]
 
     def wait(self) -> None:
         """Until all kernels are compiled; raises what the compiler raised."""
         self._pool.shutdown()
-        for kernel in self._kernels.values():
+        for kernel in self._kernels:
             kernel.result()
         logger.info("%d kernels compiled within %.1f s", len(self._kernels), time.monotonic() - self._begin)
 
