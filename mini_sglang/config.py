@@ -58,6 +58,9 @@ class EngineConfig:
     num_threads: int | None = _option(None, "torch threads of a rank on a CPU; none: the cores, shared out")
 
     tp: int = _option(1, "ranks that share the model, each on a GPU of its own (on a CPU: in a process of its own)")
+    all_reduce: Literal["auto", "nccl"] = _option(
+        "auto", "auto: small sums of GPUs of one node through symmetric memory; nccl: all sums through NCCL"
+    )
     nnodes: int = _option(1, "nodes that the ranks are spread over; the same command runs on each")
     node_rank: int = _option(0, "which node this is; 0 schedules and serves, the others lend their devices")
     dist_init_addr: str | None = _option(None, "HOST:PORT of node 0 where the nodes meet, in a network that is trusted")
@@ -172,6 +175,7 @@ _CHOICES = {
     "cache": ("radix", "naive"),
     "schedule": ("fcfs", "lpm", "priority"),
     "kv_cache_dtype": ("auto", "fp8"),
+    "all_reduce": ("auto", "nccl"),
 }
 _GPU_BACKENDS = ("triton", "flashinfer", "flash_attn")
 _BACKENDS = ("auto", "cpu", "reference", *_GPU_BACKENDS)

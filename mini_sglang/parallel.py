@@ -144,10 +144,11 @@ def connect_cpus(store: Any, rank: int, size: int, address: str) -> TensorParall
     return TensorParallel(rank, size, Collectives(group, torch.device("cpu")))
 
 
-def connect_gpus(store: Any, rank: int, size: int, dtype: torch.dtype, *, name: str, one_node: bool) -> TensorParallel:
+def connect_gpus(store: Any, rank: int, size: int, dtype: torch.dtype, *, name: str, direct: bool) -> TensorParallel:
     """Meet the other ranks at `store`, this one on the current device; waits for all of them.
 
-    Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new.
+    Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new. With `direct` small tensors are
+    summed through symmetric memory, where the GPUs, all of this node, can read each other's.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     options = _c10d.ProcessGroupNCCL.Options()
@@ -155,18 +156,18 @@ def connect_gpus(store: Any, rank: int, size: int, dtype: torch.dtype, *, name: 
     with _told_apart():
         nccl = _c10d.ProcessGroupNCCL(store, rank, size, options)
         nccl.eager_connect_single_device(device)
-    direct = None
-    if one_node and DirectSum.is_possible(dtype, size):
+    small_sums = None
+    if direct and DirectSum.is_possible(dtype, size):
         group = _c10d.ProcessGroup(store, rank, size)  # by whose name symmetric memory finds the other ranks
         group._set_default_backend(_c10d.ProcessGroup.BackendType.NCCL)
         group._register_backend(device, _c10d.ProcessGroup.BackendType.NCCL, nccl)
         group._set_group_name(name)
         _c10d._register_process_group(name, group)
-        direct = DirectSum(name, size, device, dtype)
+        small_sums = DirectSum(name, size, device, dtype)
     if rank == 0:
-        small = "symmetric memory" if direct is not None else "NCCL too"
+        small = "NCCL too" if small_sums is None else "symmetric memory"
         logger.info("%d ranks sum through NCCL, small tensors through %s", size, small)
-    return TensorParallel(rank, size, Collectives(nccl, device, direct))
+    return TensorParallel(rank, size, Collectives(nccl, device, small_sums))
 
 
 def own_address(peer: str, port: int) -> str:
