@@ -138,11 +138,6 @@ def test_weights_that_do_not_fit_are_said_as_with_one_rank(write_checkpoint: Any
         start(checkpoint, tp=2)
 
 
-def test_a_model_whose_heads_cannot_be_dealt_out_is_refused(write_checkpoint: Any, start: Any) -> None:
-    with pytest.raises(ValueError, match="tp must be 1 for olmo2"):
-        start(write_checkpoint("olmo2"), tp=2)
-
-
 def test_a_killed_parent_leaves_nothing(write_checkpoint: Any) -> None:
     command = [sys.executable, "-c", SCRIPT, str(write_checkpoint("llama").path)]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

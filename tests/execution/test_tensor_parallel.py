@@ -36,6 +36,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "mistral, window of 24": {"family": "mistral", "head_dim": 32, "sliding_window": 24, **ODD},
+    "olmo2, odd sizes, biases": {"family": "olmo2", "attention_bias": True, **ODD},
+    "olmo2, one KV head for five": {
+        "family": "olmo2",
+        "hidden_size": 80,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+    },
     "qwen2": {"family": "qwen2", **ODD},
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True, **ODD},
     "qwen3_moe, a dense layer": {
