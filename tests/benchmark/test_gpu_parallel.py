@@ -21,7 +21,7 @@ def bench() -> Iterator[Bench]:
         yield bench
 
 
-def test_one_rank_and_two_are_timed_on_one_model(bench: Bench) -> None:
+def test_one_rank_and_two_are_timed_on_one_model(bench: Bench, thread_workers: None) -> None:
     figures: Figures = {}
     for new in gpu_parallel.shares(bench):
         figures |= new
@@ -34,7 +34,7 @@ def test_one_rank_and_two_are_timed_on_one_model(bench: Bench) -> None:
     assert figures["tp 2"]["efficiency"]["single_tok_s"] == pytest.approx(speeds[1] / speeds[0] / 2)
 
 
-def test_two_ranks_say_what_one_says(bench: Bench) -> None:
+def test_two_ranks_say_what_one_says(bench: Bench, thread_workers: None) -> None:
     figures: Figures = {}
     for new in gpu_parallel.parity(bench):
         figures |= new

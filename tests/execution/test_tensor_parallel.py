@@ -6,15 +6,11 @@ matter of test_ranks.py.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import mini_sglang.execution.ranks
-from mini_sglang.execution import worker
-from mini_sglang.execution.ranks import Assignment, Job
 from mini_sglang.request import SamplingParams
 
 ODD = {
@@ -57,32 +53,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
-class ThreadWorkers:
-    """Like LocalWorkers, without processes."""
-
-    def __init__(self, job: Job, ranks: range, first_of_node: int) -> None:
-        self._threads = [
-            threading.Thread(target=worker.run, args=(Assignment(job, rank, 0),), daemon=True) for rank in ranks
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def ended(self) -> None:
-        return None
-
-    def wait(self, seconds: float) -> None:
-        for thread in self._threads:
-            thread.join(seconds)
-            assert not thread.is_alive()
-
-    def kill(self) -> None:
-        pass
-
-
 @pytest.fixture
-def sharing(monkeypatch: pytest.MonkeyPatch, running: Any) -> Callable[..., Any]:
+def sharing(thread_workers: None, running: Any) -> Callable[..., Any]:
     """`with sharing(model, tp=2, …) as engine`"""
-    monkeypatch.setattr(mini_sglang.execution.ranks, "LocalWorkers", ThreadWorkers)
     return running  # type: ignore[no-any-return]
 
 
