@@ -184,7 +184,6 @@ def test_an_address_that_is_not_ours(write_checkpoint: Any, start: Any) -> None:
         ({"tp": 2, "nnodes": 2}, "dist_init_addr must be given with nnodes 2"),
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "host"}, "dist_init_addr must be HOST:PORT, got 'host'"),
         ({"tp": 2, "node_rank": 1}, "node_rank must be between 0 and nnodes - 1, 0, got 1"),
-        ({"tp": 4, "deterministic": True}, "deterministic needs tp 1 or 2, got 4"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], error: str) -> None:
