@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -239,10 +240,11 @@ def bench_of(options: argparse.Namespace) -> Iterator[Bench]:
 
 def run_here(part: str, options: argparse.Namespace) -> None:
     """Run one part, and keep the file up to date."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s rank 0: %(message)s")
     faulthandler.dump_traceback_later(max(options.limit - _TRACE_BEFORE_S, 1))
     with bench_of(options) as bench:
         versions = describe(torch.device(bench.device))
-        about = {"card": versions.pop("device"), "date": versions.pop("date"), "versions": versions}
+        about: Figures = {"card": versions.pop("device"), "date": versions.pop("date"), "versions": versions}
         about |= {"tp": bench.tp, "ceilings": asdict(bench.ceilings)}
         for new in PARTS[part](bench):
             if part in ("parity", "deterministic"):
