@@ -1,8 +1,8 @@
-"""What summing over GPUs takes, by size: NCCL, and torch's symmetric memory in one shot and in two, inside CUDA graphs.
+"""What summing over GPUs takes, by size: NCCL, and the kernels that reach the other GPUs' memory, inside CUDA graphs.
 
     torchrun --nproc-per-node 2 benchmarks/all_reduce.py [--json FILE]
 
-The thresholds in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed.
+The limits in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mini_sglang import direct_sum
 from mini_sglang.parallel import connect_gpus
 
 HIDDEN = 5120
@@ -37,16 +36,18 @@ def main() -> None:
     collectives = parallel._collectives
     assert collectives is not None
     direct, collectives._direct = collectives._direct, None
-    ways = ("NCCL", "one shot", "two shots")
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"NCCL": collectives.sum}
+    if direct is not None:
+        ways["direct"] = direct.sum
     table = Table("rows", "KiB", *(f"{way}, us" for way in ways), title=f"{size} GPUs, {HIDDEN} bfloat16")
     figures: dict[int, dict[str, float]] = {}  # rows -> way -> microseconds
     for rows in ROWS:
         x = torch.full((rows, HIDDEN), rank + 1.0, dtype=torch.bfloat16, device="cuda")
-        times = figures[rows] = {"NCCL": _microseconds(collectives.sum, x, size)}
-        for way, one_shot_bytes in zip(ways[1:], (1 << 40, 0), strict=True):
-            if direct is not None and x.nbytes <= direct._buffer.nbytes:
-                direct_sum._ONE_SHOT_BYTES = one_shot_bytes
-                times[way] = _microseconds(direct.sum, x, size)
+        times = figures[rows] = {
+            way: _microseconds(add_up, x, size)
+            for way, add_up in ways.items()
+            if way == "NCCL" or direct is None or direct.takes(x)
+        }
         table.add_row(str(rows), str(x.nbytes >> 10), *(f"{times[way]:.1f}" if way in times else "" for way in ways))
     if rank == 0:
         Console().print(table)

@@ -181,7 +181,7 @@ def connect_gpus(
         group._register_backend(device, _c10d.ProcessGroup.BackendType.NCCL, nccl)
         group._set_group_name(name)
         _c10d._register_process_group(name, group)
-        small_sums = DirectSum(name, size, device, dtype)
+        small_sums = DirectSum(name, rank, size, device, dtype)
     if rank == 0:
         small = "NCCL too" if small_sums is None else "symmetric memory"
         logger.info("%d ranks sum through NCCL, small tensors through %s", size, small)
