@@ -1,6 +1,6 @@
 """All that is claimed of several GPUs that share a model (`--tp`), measured by one script.
 
-    python -m benchmarks.gpu_parallel [--only offline,single,...] [--tp 2] [--json FILE]
+    python -m benchmarks.gpu_parallel [--only offline,single,...] [--tp 2] [--all-reduce nccl] [--json FILE]
     python -m benchmarks.gpu_parallel --rehearse        # a tiny model on a CPU: whether the script itself works
 
 Each part runs in a process of its own and for a limited time: one that fails or hangs does not stop the others. Figures
@@ -71,6 +71,7 @@ class Bench:
     """What is measured, on what, and where it is printed. Shapes are folders of benchmarks/shapes, or any others."""
 
     tp: int
+    all_reduce: str
     device: str
     large: str
     middle: str
@@ -81,6 +82,11 @@ class Bench:
     runs: int  # after a warm-up; the best counts
     ceilings: Ceilings  # of one device
     console: Console
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings of an engine on all devices."""
+        return {"tp": self.tp, "all_reduce": self.all_reduce}
 
     def engine(self, shape: str, **fields: Any) -> AbstractContextManager[Engine]:
         dtype = "bfloat16" if self.device == "cuda" else "float32"
@@ -101,18 +107,18 @@ def sums(bench: Bench) -> Iterator[Figures]:
 
 
 def offline(bench: Bench) -> Iterator[Figures]:
-    with bench.engine(bench.large, tp=bench.tp) as engine:
+    with bench.engine(bench.large, **bench.shared) as engine:
         yield offline_figures(bench, engine)
 
 
 def single(bench: Bench) -> Iterator[Figures]:
-    with bench.engine(bench.large, tp=bench.tp) as engine:
+    with bench.engine(bench.large, **bench.shared) as engine:
         yield single_figures(bench, engine)
 
 
 def shares(bench: Bench) -> Iterator[Figures]:
     """`efficiency`: how much faster several are than one, by their number."""
-    settings: dict[str, dict[str, Any]] = {"tp 1": {}, f"tp {bench.tp}": {"tp": bench.tp}}
+    settings: dict[str, dict[str, Any]] = {"tp 1": {}, f"tp {bench.tp}": bench.shared}
     if bench.device == "cuda":
         settings[f"tp {bench.tp}, NCCL alone"] = {"tp": bench.tp, "all_reduce": "nccl"}
     measured: Figures = {}
@@ -130,9 +136,8 @@ def shares(bench: Bench) -> Iterator[Figures]:
 def parity(bench: Bench) -> Iterator[Figures]:
     torch.set_float32_matmul_precision("highest")  # no TF32 in what is taken as exact
     with random_model(bench) as (model, prompts):
-        shared: dict[str, Any] = {"tp": bench.tp}
-        sequences, decoded = gpu_parity.sample_and_score(model, prompts, bench.device, bench.num_tokens, **shared)
-        prefilled = gpu_parity.score_by_prefill(model, sequences, bench.device, **shared)
+        sequences, decoded = gpu_parity.sample_and_score(model, prompts, bench.device, bench.num_tokens, **bench.shared)
+        prefilled = gpu_parity.score_by_prefill(model, sequences, bench.device, **bench.shared)
         by_one = gpu_parity.score_by_prefill(model, sequences, bench.device)
         yield {"tokens": len(decoded), "prefill, all from one": gpu_parity.distances(prefilled, by_one)}
         exact, theirs = gpu_parity.score_by_transformers(model, sequences, bench.device)
@@ -141,7 +146,7 @@ def parity(bench: Bench) -> Iterator[Figures]:
         bound = gpu_parity.distances(theirs, exact)
         no_worse = all(distance[key] <= bound[key] for distance in from_exact.values() for key in ("mean", "p99"))
         yield {"bfloat16 from float32": {**from_exact, "transformers": bound}, "no_worse_than_transformers": no_worse}
-        one, several = (float32_tokens(bench, model, prompts, tp=tp) for tp in (1, bench.tp))
+        one, several = (float32_tokens(bench, model, prompts, **fields) for fields in ({}, bench.shared))
         yield {f"equal_{kind}": one[kind] == several[kind] for kind in one}
 
 
@@ -149,12 +154,12 @@ def deterministic(bench: Bench) -> Iterator[Figures]:
     """`equal_to_one_rank`: the share of log-probabilities. Few are to be: each rank rounds its part of a sum."""
     if bench.device != "cuda":
         raise ValueError("deterministic mode is of GPUs alone")
-    yield gpu_deterministic.deterministic(gpu.folder_of(bench.small), requests=50, tp=bench.tp)
+    yield gpu_deterministic.deterministic(gpu.folder_of(bench.small), requests=50, **bench.shared)
     with random_model(bench) as (model, prompts):
         sequences, _ = gpu_parity.sample_and_score(model, prompts, bench.device, 200)
         one, several = (
-            gpu_parity.score_by_prefill(model, sequences, bench.device, deterministic=True, tp=tp)
-            for tp in (1, bench.tp)
+            gpu_parity.score_by_prefill(model, sequences, bench.device, deterministic=True, **fields)
+            for fields in ({}, bench.shared)
         )
         yield {"equal_to_one_rank": float((one == several).double().mean())}
 
@@ -201,8 +206,8 @@ def random_model(bench: Bench) -> Iterator[tuple[str, list[list[int]]]]:
         yield folder, gpu_parity.random_prompts(AutoConfig.from_pretrained(folder).vocab_size)
 
 
-def float32_tokens(bench: Bench, model: str, prompts: list[list[int]], *, tp: int) -> dict[str, list[list[int]]]:
-    engine = gpu_parity.make_engine(model, bench.device, dtype="float32", tp=tp)
+def float32_tokens(bench: Bench, model: str, prompts: list[list[int]], **fields: Any) -> dict[str, list[list[int]]]:
+    engine = gpu_parity.make_engine(model, bench.device, dtype="float32", **fields)
     outputs = {kind: gpu_parity.generate(engine, prompts, [how] * len(prompts)) for kind, how in DRAWN.items()}
     engine.close()
     return {kind: gpu_parity.token_ids(output) for kind, output in outputs.items()}
@@ -229,13 +234,24 @@ def bench_of(options: argparse.Namespace) -> Iterator[Bench]:
         torch.cuda.empty_cache()
         shapes = LARGE, MIDDLE, SMALL
         work = gpu.OFFLINE, gpu.SINGLE, 2000
-        yield Bench(options.tp, device, *shapes, *work, options.runs, ceilings, Console(width=120))
+        yield Bench(options.tp, options.all_reduce, device, *shapes, *work, options.runs, ceilings, Console(width=120))
         return
     with tempfile.TemporaryDirectory() as folder:
         config = json.loads((gpu.folder_of(SMALL) / "config.json").read_text())
         (Path(folder) / "config.json").write_text(json.dumps(config | TINY))
         short = Workload.random(8, longest=20, shortest=10), Workload.streams(1, 20, 10), 80
-        yield Bench(options.tp, device, folder, folder, folder, *short, options.runs, ceilings, Console(width=120))
+        yield Bench(
+            options.tp,
+            options.all_reduce,
+            device,
+            folder,
+            folder,
+            folder,
+            *short,
+            options.runs,
+            ceilings,
+            Console(width=120),
+        )
 
 
 def run_here(part: str, options: argparse.Namespace) -> None:
@@ -281,9 +297,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--tp", type=int, default=2, help="ranks, each on a GPU of its own")
+    parser.add_argument("--all-reduce", choices=("auto", "nccl"), default="auto", help="as of the engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this file")
     parser.add_argument("--runs", type=int, default=1, help="after a warm-up; the best counts")
-    parser.add_argument("--limit", type=int, default=280, help="seconds that one part may take")
+    parser.add_argument("--limit", type=int, default=400, help="seconds that one part may take")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--here", help=argparse.SUPPRESS)  # the part that this process is for
     options = parser.parse_args()

@@ -17,7 +17,7 @@ from benchmarks.gpu_parallel import Bench
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with gpu_parallel.bench_of(argparse.Namespace(rehearse=True, tp=2, runs=1)) as bench:
+    with gpu_parallel.bench_of(argparse.Namespace(rehearse=True, tp=2, all_reduce="auto", runs=1)) as bench:
         yield bench
 
 
