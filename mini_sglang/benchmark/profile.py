@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _KINDS = {  # by the names that kernels have here and in cuBLAS, cuDNN, FlashAttention, FlashInfer, NCCL and torch
-    "all_reduce": re.compile(r"nccl|all_?reduce|all_?gather|symm_mem", re.IGNORECASE),
+    "all_reduce": re.compile(r"nccl|all_?reduce|all_?gather|symm_mem|push_sum", re.IGNORECASE),
     "attention": re.compile(r"attention|attend|flash|fmha|_(decode|prefill|plan|plan_tiles)_kernel", re.IGNORECASE),
     "products": re.compile(r"gemm|gemv|matmul|linear|cutlass|nvjet|xmma|cublas|splitk", re.IGNORECASE),
 }
