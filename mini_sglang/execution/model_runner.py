@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mini_sglang.attention.base import AttentionBackend, AttentionPlan
@@ -30,6 +32,7 @@ class Sampled(NamedTuple):
     token_ids: torch.Tensor  # [S] int64
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # of the rows that ask, by slot
+    arriving: npt.NDArray[np.int64] | None = None  # [S], on the host: where the step leaves token_ids by itself
 
 
 @runtime_checkable
@@ -146,7 +149,7 @@ class ModelRunner:
             if not self._table.want_only_tokens(decodes.slots):
                 return self._complete(batch.rows, *step)
             self._plain_decodes = decodes
-        return Sampled(step.token_ids, [None] * len(decodes), {})
+        return Sampled(step.token_ids, [None] * len(decodes), {}, graphs.arriving(len(decodes)))
 
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         if self._sampler is not None:
