@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import runpy
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -303,12 +303,12 @@ def test_a_landing_is_used_again() -> None:
 
 
 def test_tokens_that_the_step_leaves_on_the_host_are_not_copied() -> None:
-    stream, arriving = Stream(), np.array([0, 0])
+    stream, arriving = Stream(), array("q", [0, 0])
     landings = [Landing(stream)]
-    sampled = Sampled(OnDevice([7, 8]), [None, None], {}, arriving)  # type: ignore[arg-type]
+    sampled = Sampled(OnDevice([7, 8]), [None, None], {}, memoryview(arriving))  # type: ignore[arg-type]
     handle = StepHandle(sampled, landings.pop(), landings)  # type: ignore[arg-type]
     expect(len(stream.queue), 0, "copies queued by the launch of a step whose graph leaves its tokens in pinned memory")
-    arriving[:] = [7, 8]
+    arriving[:] = array("q", [7, 8])
     expect(handle.result().token_ids, [7, 8], "tokens that it left there", read="L9: Nothing beside the replay")
 
 

@@ -10,8 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -106,7 +104,7 @@ class DecodeGraphs:
             self._loaded = slots
         return self._graphs.replay(size, len(slots))
 
-    def arriving(self, rows: int) -> npt.NDArray[np.int64]:
+    def arriving(self, rows: int) -> memoryview[int]:
         """Where the first `rows` tokens of the last replay are on the host, once it has run; as `Mailbox.tokens`."""
         return self._mailbox.tokens(rows)
 

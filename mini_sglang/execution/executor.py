@@ -7,8 +7,6 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
@@ -45,7 +43,7 @@ class StepHandle:
         self._ranks = ranks
         self._logprobs = sampled.logprobs
         self._prompt_logprobs = sampled.prompt_logprobs
-        self._token_ids: torch.Tensor | npt.NDArray[np.int64] = sampled.token_ids
+        self._token_ids: torch.Tensor | memoryview[int] = sampled.token_ids
         self._landings = landings  # those that are free
         self._landing = landing
         self._result: StepResult | None = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from mini_sglang.attention.base import AttentionBackend, AttentionPlan
@@ -32,7 +30,7 @@ class Sampled(NamedTuple):
     token_ids: torch.Tensor  # [S] int64
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # of the rows that ask, by slot
-    arriving: npt.NDArray[np.int64] | None = None  # [S], on the host: where the step leaves token_ids by itself
+    arriving: memoryview[int] | None = None  # [S] on the host, where the step leaves token_ids by itself
 
 
 @runtime_checkable
@@ -113,7 +111,7 @@ class ModelRunner:
         if self._sampler is not None:
             self._sampler.take(batch.new_rows)
         self._pool.copy_pages(batch.page_copies)
-        pages = self._table.places_of(batch.new_pages)
+        pages = self._table.places_of(batch)
         if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
             return self._replay(batch, pages, self._graphs)
         self._table.write_pages(pages)

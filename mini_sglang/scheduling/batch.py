@@ -7,6 +7,8 @@ Requests that decode are one object, the same from step to step as long as they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from mini_sglang.request import SamplingParams, TokenLogprobs
@@ -29,6 +31,17 @@ class NewPages(msgspec.Struct, frozen=True):
     slot: int
     first_index: int
     page_ids: list[int]
+
+
+class NextPages(msgspec.Struct, frozen=True):
+    """One page more for each of these slots, at `indices` of their page tables: what requests that decode gain."""
+
+    slots: Sequence[int]
+    indices: Sequence[int]
+    page_ids: Sequence[int]
+
+
+NO_NEXT_PAGES = NextPages((), (), ())
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -59,7 +72,7 @@ NO_DECODES = DecodeRows((), ())
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True):
-    """One step. Applied in this order: new rows, new pages, page copies, forward over `rows`, sampling.
+    """One step. Applied in this order: new rows, new and next pages, page copies, forward over `rows`, sampling.
 
     `chunks` are the rows of requests that do not decode yet: parts of prompts, and of answers computed again after a
     preemption; and those of requests with a grammar, which are not in every step. `page_copies` are (source,
@@ -73,6 +86,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
     masks: dict[int, bytes] = {}  # by slot, of every row that samples under a grammar: one bit per token, 1 is allowed
+    next_pages: NextPages = NO_NEXT_PAGES
 
     @property
     def rows(self) -> list[Row]:

@@ -12,7 +12,7 @@ requests and step numbers; does not know the pool, and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mini_sglang.request import Request
@@ -78,7 +78,7 @@ class DecodeGroup:
 
     def may_stop(self, token_ids: list[int]) -> bool:
         """Whether any of the sampled tokens is an end token of any member. A look-up per token, none per request."""
-        return not self._stop_ids.keys().isdisjoint(token_ids)
+        return bool(self._stop_ids) and not self._stop_ids.keys().isdisjoint(token_ids)
 
     def rows_that_may_stop(self, token_ids: list[int]) -> list[int]:
         """Where in `token_ids` such a token is."""
@@ -94,7 +94,7 @@ class DecodeGroup:
         wants_logprobs = request.params.logprobs is not None
         self._rows[request] = _Member(request, request.request_id, request.output_ids, slot, offset, wants_logprobs)
         self._members = None
-        self.expect_pages([request])
+        self.expect_page(request)
         self._ending.add(_last_step(request, offset), request)
         for token_id in request.stop_ids:
             self._stop_ids[token_id] = self._stop_ids.get(token_id, 0) + 1
@@ -123,19 +123,19 @@ class DecodeGroup:
 
     # -- the calendars ------------------------------------------------------------------------------------------------
 
-    def expect_pages(self, requests: list[Request]) -> None:
-        """Note in which steps these members will begin a page that they do not have yet."""
-        for request in requests:
-            self._beginning_pages.add(self._page_step(request, self._rows[request].offset), request)
+    def expect_page(self, request: Request) -> None:
+        """Note in which step this member will begin a page that it does not have yet."""
+        self._beginning_pages.add(self._page_step(request, self._rows[request].offset), request)
 
-    def take_beginning_page(self, step: int) -> list[Request]:
-        """Members that begin a page in `step`, the next one, settled. Each has to get one (`expect_pages`) or leave."""
-        requests = self._beginning_pages.take(step)
-        for request in requests:
-            request.num_computed_tokens, request.last_step = self._rows[request].offset + step, step - 1
-        return requests
+    def take_beginning_page(self, step: int) -> dict[Request, None]:
+        """Members (the keys) that begin a page in `step`, the next one. Each has to get one (`expect_page`) or leave."""
+        return self._beginning_pages.take(step)
 
-    def take_ending(self, step: int) -> list[Request]:
+    def expect_next_pages(self, requests: dict[Request, None], step: int) -> None:
+        """`expect_page` for members who got one page each, the one that they begin in `step`."""
+        self._beginning_pages.add_all(step + self._page_size, requests)
+
+    def take_ending(self, step: int) -> Iterable[Request]:
         """Members whose longest possible answer ends with what `step`, just launched, samples. Each has to leave."""
         return self._ending.take(step)
 
@@ -167,6 +167,11 @@ class _Calendar:
     def add(self, step: int, request: Request) -> None:
         self._due.setdefault(step, {})[request] = None
 
+    def add_all(self, step: int, requests: dict[Request, None]) -> None:
+        """All that were taken together: nearly always nobody else is due in `step` so far."""
+        if requests and (due := self._due.setdefault(step, requests)) is not requests:
+            due.update(requests)
+
     def remove(self, step: int, request: Request) -> None:
         """Strike an entry out, unless it was taken already."""
         due = self._due.get(step)
@@ -175,8 +180,8 @@ class _Calendar:
             if not due:
                 del self._due[step]
 
-    def take(self, step: int) -> list[Request]:
-        return list(self._due.pop(step, ()))
+    def take(self, step: int) -> dict[Request, None]:
+        return self._due.pop(step, {})
 
     def entries(self) -> Iterator[tuple[int, Request]]:
         for step, requests in self._due.items():

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mini_sglang.request import Request
-from mini_sglang.scheduling.batch import NewPages
+from mini_sglang.scheduling.batch import NO_NEXT_PAGES, NewPages, NextPages
 from mini_sglang.scheduling.page_allocator import PageAllocator
 from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, token_array
 
@@ -54,8 +55,11 @@ class KVCacheManager:
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
-        self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) the executor has not seen
-        self._filled: dict[Request, None] = {}  # requests that may have computed a page since their last commit
+        self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids), not seen yet
+        self._next_pages: dict[Request, int] = {}  # of `reserve_next`: last pages that the executor has not seen
+        self._filled: dict[
+            Request, object
+        ] = {}  # its keys: requests that may have computed a page since their last commit
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
 
@@ -154,12 +158,16 @@ class KVCacheManager:
         self._filled[request] = None
         return True
 
-    def reserve_next(self, requests: list[Request]) -> None:
-        """`reserve` one page more for each of the requests; at least as many must be available."""
-        for request, page in zip(requests, self._take(len(requests)), strict=True):
-            self._announce(request, len(request.page_ids), [page])
+    def reserve_next(self, requests: Collection[Request]) -> None:
+        """`reserve` one page more for each of the requests; at least as many must be available.
+
+        Once a step for each request: this is most of what a step of many that decode has to be told.
+        """
+        pages = dict(zip(requests, self._take(len(requests)), strict=True))
+        for request, page in pages.items():
             request.page_ids.append(page)
-            self._filled[request] = None
+        self._next_pages.update(pages)
+        self._filled.update(pages)
 
     def _take(self, count: int) -> list[int]:
         missing = count - self._allocator.num_free
@@ -189,7 +197,22 @@ class KVCacheManager:
         copies, self._copies = self._copies, []
         return new_pages, copies
 
+    def take_next_pages(self) -> NextPages:
+        """The same of `reserve_next`."""
+        if not self._next_pages:
+            return NO_NEXT_PAGES
+        slots = [slot for request in self._next_pages if (slot := request.slot) is not None]
+        indices = [len(request.page_ids) - 1 for request in self._next_pages]
+        pages = NextPages(slots, indices, [*self._next_pages.values()])
+        self._next_pages.clear()
+        return pages
+
     # -- sharing pages ------------------------------------------------------------------------------------------------
+
+    @property
+    def filled(self) -> Collection[Request]:
+        """Requests that `publish_filled` will look at."""
+        return self._filled.keys()
 
     def publish_filled(self, step: int) -> None:
         """Publish what decoding has filled since the last call; `step` is the last launched one.
@@ -253,6 +276,7 @@ class KVCacheManager:
             replaced = self._publish(request, holding, tail=True)
             self._allocator.release(page for _, page in replaced)
         self._new_pages.pop(request, None)
+        self._next_pages.pop(request, None)
         self._filled.pop(request, None)
         if holding.tail is not None:
             self._tree.release_tail(holding.tail)

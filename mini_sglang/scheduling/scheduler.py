@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -288,8 +288,9 @@ class Scheduler:
         beginning_page = self._decoding.take_beginning_page(step)
         if len(beginning_page) + len(self._catching_up) <= self.kv.num_available_pages:  # then the order is all one
             self.kv.reserve_next(beginning_page)
-            self._decoding.expect_pages(beginning_page)
-            beginning_page = []
+            self._decoding.expect_next_pages(beginning_page, step)
+            beginning_page = {}
+        self._settle(beginning_page)
         for request in sorted([*beginning_page, *self._catching_up], key=self._policy.rank):
             if request.status is not RequestStatus.RUNNING:  # preempted by one before it
                 continue
@@ -305,7 +306,7 @@ class Scheduler:
                 if request in self._decoding:
                     self._fall_behind(request)
             elif request in self._decoding:
-                self._decoding.expect_pages([request])
+                self._decoding.expect_page(request)
             elif request.is_constrained or request.num_computed_tokens < len(request.prompt_ids):
                 plan[request] = 1
             else:
@@ -325,8 +326,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
         """Admit waiting requests in the policy's order until a slot, pages or the budget are missing."""
-        self.kv.publish_filled(self._counters.steps)
-        self._free_replaced()
+        self._publish_filled()
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
         growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
         for request in self._policy.order(self._waiting, self.kv.cached_tokens):
@@ -347,6 +347,12 @@ class Scheduler:
             plan[request] = count
             computing.append(request)
             budget -= count
+
+    def _publish_filled(self) -> None:
+        """Let the cache know what decoding has filled."""
+        self._settle(self.kv.filled)
+        self.kv.publish_filled(self._counters.steps)
+        self._free_replaced()
 
     def _computes_prompt(self, request: Request, count: int) -> bool:
         return count > 1 or request.num_computed_tokens < len(request.prompt_ids)
@@ -424,7 +430,8 @@ class Scheduler:
         if plan:
             self._is_full = False  # what a chunk has computed may be what a waiting request begins with
         members = self._decoding.members
-        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies, masks)
+        next_pages = self.kv.take_next_pages()
+        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies, masks, next_pages)
         self._launched.append(_Launched(batch, members, list(plan), self._preempted))
         self._preempted = []
         for request in self._decoding.take_ending(step):
@@ -433,8 +440,12 @@ class Scheduler:
 
     def settle(self) -> None:
         """Bring the counters of every running request up to date, for whoever wants to look at them."""
-        for request in self._decoding:
-            self._decoding.settle(request, self._counters.steps)
+        self._settle(self._decoding)
+
+    def _settle(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request in self._decoding:
+                self._decoding.settle(request, self._counters.steps)
 
     # -- after a step -------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -29,7 +27,7 @@ def test_each_step_takes_its_own_pages_though_several_wait() -> None:
 
 def test_tokens_of_steps_that_were_not_read_stay_where_they_were_left() -> None:
     mailbox = Mailbox(torch.zeros(1, 4, dtype=torch.int64), rows=5)
-    unread: deque[tuple[npt.NDArray[np.int64], list[int]]] = deque()
+    unread: deque[tuple[memoryview[int], list[int]]] = deque()
     for step in range(2 * DEPTH + 3):
         rows = step % 5 + 1
         mailbox.put({})

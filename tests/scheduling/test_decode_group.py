@@ -154,7 +154,8 @@ def test_a_page_is_asked_for_in_the_step_that_begins_it() -> None:
     pages = []
     for _ in range(7):
         batch = launch(subject)
-        pages.append([(new.first_index, len(new.page_ids)) for new in batch.new_pages])
+        first = [(new.first_index, len(new.page_ids)) for new in batch.new_pages]
+        pages.append(first + [(index, 1) for index in batch.next_pages.indices])
         read(subject, batch, 5)
     assert pages == [[(0, 1)], [], [(1, 1)], [], [], [], [(2, 1)]]
 
