@@ -128,7 +128,7 @@ class DecodeGroup:
         self._beginning_pages.add(self._page_step(request, self._rows[request].offset), request)
 
     def take_beginning_page(self, step: int) -> dict[Request, None]:
-        """Members (the keys) that begin a page in `step`, the next one. Each has to get one (`expect_page`) or leave."""
+        """Members that begin a page in `step`, the next one. Each has to get one (`expect_page`) or leave."""
         return self._beginning_pages.take(step)
 
     def expect_next_pages(self, requests: dict[Request, None], step: int) -> None:

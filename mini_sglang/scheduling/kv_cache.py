@@ -55,11 +55,9 @@ class KVCacheManager:
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
-        self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids), not seen yet
-        self._next_pages: dict[Request, int] = {}  # of `reserve_next`: last pages that the executor has not seen
-        self._filled: dict[
-            Request, object
-        ] = {}  # its keys: requests that may have computed a page since their last commit
+        self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) the executor has not seen
+        self._next_pages: dict[Request, int] = {}  # the same of `reserve_next`: the last page of each
+        self._filled: dict[Request, object] = {}  # keys: those who may have computed a page since their last commit
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
 
