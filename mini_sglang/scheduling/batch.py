@@ -7,8 +7,6 @@ Requests that decode are one object, the same from step to step as long as they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from mini_sglang.request import SamplingParams, TokenLogprobs
@@ -36,12 +34,14 @@ class NewPages(msgspec.Struct, frozen=True):
 class NextPages(msgspec.Struct, frozen=True):
     """One page more for each of these slots, at `indices` of their page tables: what requests that decode gain."""
 
-    slots: Sequence[int]
-    indices: Sequence[int]
-    page_ids: Sequence[int]
+    slots: list[int]
+    indices: list[int]
+    page_ids: list[int]
 
-
-NO_NEXT_PAGES = NextPages((), (), ())
+    def without(self, slot: int) -> NextPages:
+        """All but those of one slot."""
+        kept = [row for row in zip(self.slots, self.indices, self.page_ids, strict=True) if row[0] != slot]
+        return NextPages(*map(list, zip(*kept, strict=True))) if kept else NextPages([], [], [])
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
     masks: dict[int, bytes] = {}  # by slot, of every row that samples under a grammar: one bit per token, 1 is allowed
-    next_pages: NextPages = NO_NEXT_PAGES
+    next_pages: NextPages = msgspec.field(default_factory=lambda: NextPages([], [], []))
 
     @property
     def rows(self) -> list[Row]:

@@ -127,15 +127,19 @@ class DecodeGroup:
         """Note in which step this member will begin a page that it does not have yet."""
         self._beginning_pages.add(self._page_step(request, self._rows[request].offset), request)
 
-    def take_beginning_page(self, step: int) -> dict[Request, None]:
+    def take_beginning_page(self, step: int) -> Due:
         """Members that begin a page in `step`, the next one. Each has to get one (`expect_page`) or leave."""
         return self._beginning_pages.take(step)
 
-    def expect_next_pages(self, requests: dict[Request, None], step: int) -> None:
-        """`expect_page` for members who got one page each, the one that they begin in `step`."""
-        self._beginning_pages.add_all(step + self._page_size, requests)
+    def expect_next_pages(self, due: Due, step: int) -> None:
+        """`expect_page` for those who were due in `step` and have got one page each: all together, as they were."""
+        self._beginning_pages.add_all(step + self._page_size, due)
 
-    def take_ending(self, step: int) -> Iterable[Request]:
+    def began_page_since(self, step: int) -> list[Request]:
+        """Members that were given their last page in a later step."""
+        return [request for due, request in self._beginning_pages.entries() if due - self._page_size > step]
+
+    def take_ending(self, step: int) -> Due:
         """Members whose longest possible answer ends with what `step`, just launched, samples. Each has to leave."""
         return self._ending.take(step)
 
@@ -158,30 +162,64 @@ def _last_step(request: Request, offset: int) -> int:
     return request.max_num_tokens - 2 - offset
 
 
-class _Calendar:
-    """Which requests are due in which step; in one step they stay in the order in which they were added."""
+class Due:
+    """Requests that are due in the same step, in the order in which they were added; and their columns, made once."""
+
+    __slots__ = ("_columns", "_requests")
 
     def __init__(self) -> None:
-        self._due: dict[int, dict[Request, None]] = {}
+        self._requests: dict[Request, None] = {}
+        self._columns: tuple[list[int], list[list[int]]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self._requests.update(dict.fromkeys(requests))
+        self._columns = None
+
+    def remove(self, request: Request) -> None:
+        self._requests.pop(request, None)
+        self._columns = None
+
+    @property
+    def columns(self) -> tuple[list[int], list[list[int]]]:
+        """Slots and `page_ids` (the lists themselves) of the requests."""
+        if self._columns is None:
+            slots = [request.slot for request in self._requests if request.slot is not None]
+            self._columns = slots, [request.page_ids for request in self._requests]
+        return self._columns
+
+
+class _Calendar:
+    """Which requests are due in which step."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, Due] = {}
 
     def add(self, step: int, request: Request) -> None:
-        self._due.setdefault(step, {})[request] = None
+        if step not in self._due:
+            self._due[step] = Due()
+        self._due[step].add((request,))
 
-    def add_all(self, step: int, requests: dict[Request, None]) -> None:
+    def add_all(self, step: int, due: Due) -> None:
         """All that were taken together: nearly always nobody else is due in `step` so far."""
-        if requests and (due := self._due.setdefault(step, requests)) is not requests:
-            due.update(requests)
+        if due and (there := self._due.setdefault(step, due)) is not due:
+            there.add(due)
 
     def remove(self, step: int, request: Request) -> None:
         """Strike an entry out, unless it was taken already."""
         due = self._due.get(step)
         if due is not None:
-            due.pop(request, None)
+            due.remove(request)
             if not due:
                 del self._due[step]
 
-    def take(self, step: int) -> dict[Request, None]:
-        return self._due.pop(step, {})
+    def take(self, step: int) -> Due:
+        return self._due.pop(step, None) or Due()
 
     def entries(self) -> Iterator[tuple[int, Request]]:
         for step, requests in self._due.items():

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mini_sglang.request import Request
-from mini_sglang.scheduling.batch import NO_NEXT_PAGES, NewPages, NextPages
+from mini_sglang.scheduling.batch import NewPages, NextPages
 from mini_sglang.scheduling.page_allocator import PageAllocator
 from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, token_array
 
@@ -56,8 +56,8 @@ class KVCacheManager:
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
         self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) the executor has not seen
-        self._next_pages: dict[Request, int] = {}  # the same of `reserve_next`: the last page of each
-        self._filled: dict[Request, object] = {}  # keys: those who may have computed a page since their last commit
+        self._next_pages = NextPages([], [], [])  # of `reserve_next`, and the executor has not seen them either
+        self._filled: dict[Request, None] = {}  # requests that may have computed a page since their last commit
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
 
@@ -156,16 +156,16 @@ class KVCacheManager:
         self._filled[request] = None
         return True
 
-    def reserve_next(self, requests: Collection[Request]) -> None:
-        """`reserve` one page more for each of the requests; at least as many must be available.
+    def reserve_next(self, slots: list[int], page_tables: list[list[int]]) -> None:
+        """`reserve` one page more for requests of these slots and `page_ids`; at least as many must be available.
 
-        Once a step for each request: this is most of what a step of many that decode has to be told.
+        Nothing else of a request is touched. Who gets pages here is to be named to `publish_filled`.
         """
-        pages = dict(zip(requests, self._take(len(requests)), strict=True))
-        for request, page in pages.items():
-            request.page_ids.append(page)
-        self._next_pages.update(pages)
-        self._filled.update(pages)
+        pages = self._take(len(page_tables))
+        self._next_pages.slots.extend(slots)
+        self._next_pages.indices.extend(map(len, page_tables))
+        self._next_pages.page_ids.extend(pages)
+        deque(map(list.append, page_tables, pages), maxlen=0)
 
     def _take(self, count: int) -> list[int]:
         missing = count - self._allocator.num_free
@@ -197,26 +197,22 @@ class KVCacheManager:
 
     def take_next_pages(self) -> NextPages:
         """The same of `reserve_next`."""
-        if not self._next_pages:
-            return NO_NEXT_PAGES
-        slots = [slot for request in self._next_pages if (slot := request.slot) is not None]
-        indices = [len(request.page_ids) - 1 for request in self._next_pages]
-        pages = NextPages(slots, indices, [*self._next_pages.values()])
-        self._next_pages.clear()
+        pages, self._next_pages = self._next_pages, NextPages([], [], [])
         return pages
 
     # -- sharing pages ------------------------------------------------------------------------------------------------
 
-    @property
-    def filled(self) -> Collection[Request]:
-        """Requests that `publish_filled` will look at."""
-        return self._filled.keys()
+    def may_have_filled(self, request: Request) -> None:
+        """Have the next `publish_filled` look at this request too."""
+        self._filled[request] = None
 
-    def publish_filled(self, step: int) -> None:
+    def publish_filled(self, step: int, others: Iterable[Request] = ()) -> None:
         """Publish what decoding has filled since the last call; `step` is the last launched one.
 
-        Only a match can see the difference, so this waits until there is somebody to be matched.
+        Looks at those who began a page by `reserve`, and at `others`. Only a match can see the difference, so this
+        waits until there is somebody to be matched.
         """
+        self._filled.update(dict.fromkeys(others))
         for request in self._filled:
             if not self.is_spoiled(request):
                 self.commit(request, step)
@@ -274,7 +270,8 @@ class KVCacheManager:
             replaced = self._publish(request, holding, tail=True)
             self._allocator.release(page for _, page in replaced)
         self._new_pages.pop(request, None)
-        self._next_pages.pop(request, None)
+        if request.slot in self._next_pages.slots:  # taken for a step that it is not in any more
+            self._next_pages = self._next_pages.without(request.slot)
         self._filled.pop(request, None)
         if holding.tail is not None:
             self._tree.release_tail(holding.tail)

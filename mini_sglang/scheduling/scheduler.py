@@ -118,6 +118,7 @@ class Scheduler:
         self.num_slots = _known("max_running_requests", config.max_running_requests)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._preempted: list[str] = []  # ids, since the last step that was scheduled
+        self._published = 0  # the step after which the cache was told what decoding has filled
         self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
@@ -249,6 +250,7 @@ class Scheduler:
     def _fall_behind(self, request: Request) -> None:
         """Let a member go that still runs."""
         self._leave_group(request)
+        self.kv.may_have_filled(request)
         insort(self._catching_up, request, key=self._policy.rank)
 
     def _remove(self, requests: list[Request], request: Request) -> None:
@@ -285,13 +287,15 @@ class Scheduler:
         are left. Returns whether all got theirs, and the requests with more to compute.
         """
         enough_pages, prefilling, step = True, [], self._counters.steps + 1
-        beginning_page = self._decoding.take_beginning_page(step)
-        if len(beginning_page) + len(self._catching_up) <= self.kv.num_available_pages:  # then the order is all one
-            self.kv.reserve_next(beginning_page)
-            self._decoding.expect_next_pages(beginning_page, step)
-            beginning_page = {}
-        self._settle(beginning_page)
-        for request in sorted([*beginning_page, *self._catching_up], key=self._policy.rank):
+        due = self._decoding.take_beginning_page(step)
+        in_order = self._catching_up
+        if len(due) + len(in_order) > self.kv.num_available_pages:  # else the order is all one
+            self._settle(due)
+            in_order = sorted([*due, *in_order], key=self._policy.rank)
+        elif due:
+            self.kv.reserve_next(*due.columns)
+            self._decoding.expect_next_pages(due, step)
+        for request in list(in_order):
             if request.status is not RequestStatus.RUNNING:  # preempted by one before it
                 continue
             num_tokens = request.num_tokens
@@ -350,8 +354,9 @@ class Scheduler:
 
     def _publish_filled(self) -> None:
         """Let the cache know what decoding has filled."""
-        self._settle(self.kv.filled)
-        self.kv.publish_filled(self._counters.steps)
+        filled, self._published = self._decoding.began_page_since(self._published), self._counters.steps
+        self._settle(filled)
+        self.kv.publish_filled(self._published, filled)
         self._free_replaced()
 
     def _computes_prompt(self, request: Request, count: int) -> bool:
