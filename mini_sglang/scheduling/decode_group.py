@@ -1,7 +1,7 @@
 """The running requests that compute one token in every step, and the steps in which one of them needs attention.
 
-Between such steps nothing of a member is touched: what a step has made of it follows from the step's number. Knows
-requests and step numbers; does not know the pool, and decides nothing.
+Between such steps nothing of a member is touched: what a step has made of it follows from the step's number, and its
+tokens are noted as one column for all. Knows requests and step numbers; does not know the pool, and decides nothing.
 
         step         7   8   9  10  11  12  13          a member with offset 11 computes its token 11 + n in step n
         token       18  19  20  21  22  23  24
@@ -12,11 +12,14 @@ requests and step numbers; does not know the pool, and decides nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NO_DECODES, DecodeRows
+
+_MOST_COLUMNS = 16  # so many steps' tokens are written into the requests' lists at once
 
 
 class Members(NamedTuple):
@@ -53,6 +56,8 @@ class DecodeGroup:
         self._ending = _Calendar()
         self._stop_ids: dict[int, int] = {}  # token id -> how many members it may end
         self._members: Members | None = NOBODY  # None: somebody came or went since
+        self._columns: list[list[int]] = []  # tokens of read steps that are still to be written into `output_ids` ...
+        self._owners = NOBODY  # ... of these
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -84,6 +89,21 @@ class DecodeGroup:
         """Where in `token_ids` such a token is."""
         return [row for row, token_id in enumerate(token_ids) if token_id in self._stop_ids]
 
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def note(self, members: Members, token_ids: list[int]) -> None:
+        """Note the next token of each of `members`, all of whom are still in the group."""
+        if members is not self._owners or len(self._columns) == _MOST_COLUMNS:
+            self.write_down()
+            self._owners = members
+        self._columns.append(token_ids)
+
+    def write_down(self) -> None:
+        """Write what was noted into the requests' `output_ids`. To be called before anybody looks at them."""
+        if self._columns:
+            deque(map(list.extend, self._owners.output_ids, zip(*self._columns, strict=True)), maxlen=0)
+            self._columns.clear()
+
     # -- coming and going ---------------------------------------------------------------------------------------------
 
     def join(self, request: Request, step: int) -> None:
@@ -101,6 +121,7 @@ class DecodeGroup:
 
     def leave(self, request: Request, launched: int) -> None:
         """Let a member go, its counters up to date. `launched` is the step launched last."""
+        self.write_down()
         self.settle(request, launched)
         offset = self._rows.pop(request).offset
         self._members = None

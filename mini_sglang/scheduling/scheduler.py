@@ -444,10 +444,12 @@ class Scheduler:
         return batch
 
     def settle(self) -> None:
-        """Bring the counters of every running request up to date, for whoever wants to look at them."""
+        """Bring counters and output of every running request up to date, for whoever wants to look at them."""
         self._settle(self._decoding)
 
     def _settle(self, requests: Iterable[Request]) -> None:
+        """Bring these requests' counters up to date, as far as they decode, and the output of all."""
+        self._decoding.write_down()
         for request in requests:
             if request in self._decoding:
                 self._decoding.settle(request, self._counters.steps)
@@ -491,15 +493,21 @@ class Scheduler:
             for row, request in zip(batch.chunks, launched.chunks, strict=True):
                 request.prompt_logprobs += result.prompt_logprobs.get(row.slot, ())
         apart = self._rows_apart(launched, result)
-        token_ids = _without(result.token_ids[:num_members], apart)
-        deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
+        request_ids: Sequence[str] = members.request_ids
+        token_ids = result.token_ids[:num_members]
+        if apart:
+            self._decoding.write_down()
+            request_ids, token_ids = _without(request_ids, apart), _without(token_ids, apart)
+            deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
+        else:
+            self._decoding.note(members, token_ids)
         self._counters.generated_tokens += len(token_ids)
         others = [
             self._take_token(request, result.token_ids[row], result.logprobs[row])
             for row, request in [*((row, members.requests[row]) for row in apart), *enumerate(alone, num_members)]
             if request.status is not RequestStatus.FINISHED and request not in self._restarting
         ]
-        return StepOutputs(_without(members.request_ids, apart), token_ids, others)
+        return StepOutputs(request_ids, token_ids, others)
 
     def _rows_apart(self, launched: _Launched, result: StepResult) -> list[int]:
         """Rows of the group whose request has left it, may end with this token, or gets more than the token."""
@@ -628,6 +636,7 @@ class Scheduler:
             if ranks != sorted(set(ranks)):
                 raise RuntimeError(f"the {name} requests are not in order: {ranks}")
         self._decoding.check(self._counters.steps)
+        self._decoding.write_down()
         if sorted([*self._decoding, *self._catching_up], key=self._policy.rank) != self._running:
             raise RuntimeError("the running requests are not those that decode and those that catch up")
         for request in with_slot:
@@ -649,10 +658,8 @@ class Scheduler:
             )
 
 
-def _without(column: Sequence[T], rows: list[int]) -> Sequence[T]:
+def _without(column: Sequence[T], rows: list[int]) -> list[T]:
     """`column` but for the entries at `rows`, which are sorted."""
-    if not rows:
-        return column
     left = list(column)
     for row in reversed(rows):
         del left[row]

@@ -231,6 +231,7 @@ class Simulation:
 
     def check_outputs(self) -> None:
         """Raise RuntimeError unless every output so far is what follows its prompt, looked up if that was asked for."""
+        self.scheduler.settle()
         for request in self.requests.values():
             if request.params.prompt_logprobs is not None and request.output_ids:
                 found = [entry.token_ids[0] for entry in self.looked_up[request.request_id]]

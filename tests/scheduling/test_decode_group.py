@@ -171,6 +171,31 @@ def test_counters_are_right_whenever_somebody_asks() -> None:
         read(subject, batch, 5)
 
 
+@pytest.mark.parametrize("asked_every", [1, 7, 100])
+def test_output_is_right_whenever_somebody_asks(asked_every: int) -> None:
+    """Two decode, for more steps than are written down at once; a third joins, and one leaves."""
+    subject = scheduler()
+    first, second = add(subject, "a", max_tokens=100), add(subject, "b", [3, 4], max_tokens=100)
+    third, expected = None, []
+    for step in range(60):
+        if step == 25:
+            third = add(subject, "c", [5, 6], max_tokens=100)
+        batch = launch(subject)
+        tokens = [1000 * row.slot + 100 + step for row in batch.rows if row.samples]
+        expected.append(100 + step)
+        subject.update(batch, StepResult(tokens, [None] * len(tokens)))
+        if step == 40:
+            subject.abort("b")
+        if step % asked_every == 0:
+            subject.settle()
+            assert first.output_ids == expected
+    subject.settle()
+    assert third is not None
+    assert first.output_ids == expected
+    assert second.output_ids == [1000 + token for token in expected[:41]]
+    assert third.output_ids == [2000 + token for token in expected[25:]]
+
+
 def test_a_result_of_the_wrong_length_is_refused() -> None:
     subject = decoding(2)
     with pytest.raises(ValueError, match="step 2 samples 2 tokens, not 1"):
