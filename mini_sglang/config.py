@@ -161,7 +161,7 @@ _LEAST = {  # of settings that may be left open
     "run_ahead": 0,
     "cuda_graph_max_bs": 0,
 }
-_MOST_RUN_AHEAD = 32  # the ring in execution/page_updates.py is twice as long
+_MOST_RUN_AHEAD = 32  # the rings in execution/mailbox.py are twice as long
 _DEVICES = ("auto", "cpu", "cuda")
 _CHOICES = {
     "model_source": ("huggingface", "modelscope"),

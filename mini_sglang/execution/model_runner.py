@@ -30,6 +30,7 @@ class Sampled(NamedTuple):
     token_ids: torch.Tensor  # [S] int64
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # of the rows that ask, by slot
+    arriving: memoryview[int] | None = None  # [S] on the host, where the step leaves token_ids by itself
 
 
 @runtime_checkable
@@ -110,7 +111,7 @@ class ModelRunner:
         if self._sampler is not None:
             self._sampler.take(batch.new_rows)
         self._pool.copy_pages(batch.page_copies)
-        pages = self._table.places_of(batch.new_pages)
+        pages = self._table.places_of(batch)
         if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
             return self._replay(batch, pages, self._graphs)
         self._table.write_pages(pages)
@@ -146,7 +147,7 @@ class ModelRunner:
             if not self._table.want_only_tokens(decodes.slots):
                 return self._complete(batch.rows, *step)
             self._plain_decodes = decodes
-        return Sampled(step.token_ids, [None] * len(decodes), {})
+        return Sampled(step.token_ids, [None] * len(decodes), {}, graphs.arriving(len(decodes)))
 
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         if self._sampler is not None:
