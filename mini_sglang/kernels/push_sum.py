@@ -20,7 +20,8 @@ import triton.language as tl
 
 from mini_sglang.kernels.overlap import await_inputs, overlapped
 
-_BLOCK = 512  # words of 4 bytes that a program sends and waits for
+_BLOCK = 512  # words of 4 bytes that a program sends or adds up at a time
+_PROGRAMS = 528  # at most: all are on the GPU at once, and few of them ask whether the others' words are there
 
 
 def push_sum(x: torch.Tensor, inbox: torch.Tensor, inboxes: torch.Tensor, count: torch.Tensor, rank: int) -> None:
@@ -34,7 +35,7 @@ def push_sum(x: torch.Tensor, inbox: torch.Tensor, inboxes: torch.Tensor, count:
     ranks, capacity = inbox.shape[1:]
     if len(words) > capacity:
         raise ValueError(f"a sum of {x.nbytes} bytes exceeds the inbox's {4 * capacity}")
-    _push_sum_kernel[(triton.cdiv(len(words), _BLOCK),)](
+    _push_sum_kernel[(min(triton.cdiv(len(words), _BLOCK), _PROGRAMS),)](
         words,
         inbox,
         inboxes,
@@ -64,39 +65,45 @@ def _push_sum_kernel(
     PAIRS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """PAIRS: a word holds two bfloat16, else one float32."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = at < number
+    """A program sends all its blocks, and then adds them up. PAIRS: a word holds two bfloat16, else one float32."""
+    first_word = tl.program_id(0) * BLOCK
+    step = tl.num_programs(0) * BLOCK
     await_inputs(OVERLAP)
     this_sum = tl.load(count) + 1
     half = (this_sum & 1) * (RANKS * CAPACITY)
-    mine = tl.load(words + at, mask=there, other=0)
-    mark = this_sum.to(tl.int64) << 32
-    marked = mark | (mine.to(tl.int64) & 0xFFFFFFFF)
-    for step in tl.static_range(1, RANKS):  # no two ranks begin with the same peer
-        peer = tl.load(inboxes + (RANK + step) % RANKS).to(tl.pointer_type(tl.int64))
-        tl.store(peer + half + RANK * CAPACITY + at, marked, mask=there)
-    first = tl.zeros([BLOCK], tl.float32)
-    second = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(RANKS):
-        word = mine
-        if source != RANK:
-            place = inbox + half + source * CAPACITY + at
-            arrived = tl.load(place, mask=there, other=0, volatile=True)
-            while tl.max(tl.where(there & ((arrived >> 32) != (mark >> 32)), 1, 0), 0) > 0:
+    mark = this_sum.to(tl.int64)
+    for start in range(first_word, number, step):
+        at = start + tl.arange(0, BLOCK)
+        there = at < number
+        marked = (mark << 32) | (tl.load(words + at, mask=there, other=0).to(tl.int64) & 0xFFFFFFFF)
+        for distance in tl.static_range(1, RANKS):  # no two ranks begin with the same peer
+            peer = tl.load(inboxes + (RANK + distance) % RANKS).to(tl.pointer_type(tl.int64))
+            tl.store(peer + half + RANK * CAPACITY + at, marked, mask=there)
+    for start in range(first_word, number, step):
+        at = start + tl.arange(0, BLOCK)
+        there = at < number
+        mine = tl.load(words + at, mask=there, other=0)
+        first = tl.zeros([BLOCK], tl.float32)
+        second = tl.zeros([BLOCK], tl.float32)
+        for source in tl.static_range(RANKS):
+            word = mine
+            if source != RANK:
+                place = inbox + half + source * CAPACITY + at
                 arrived = tl.load(place, mask=there, other=0, volatile=True)
-            word = arrived.to(tl.int32)
-        if PAIRS:  # a bfloat16 is the upper half of a float32
-            first += (word << 16).to(tl.float32, bitcast=True)
-            second += (word & -65536).to(tl.float32, bitcast=True)
+                while tl.max(tl.where(there & ((arrived >> 32) != mark), 1, 0), 0) > 0:
+                    arrived = tl.load(place, mask=there, other=0, volatile=True)
+                word = arrived.to(tl.int32)
+            if PAIRS:  # a bfloat16 is the upper half of a float32
+                first += (word << 16).to(tl.float32, bitcast=True)
+                second += (word & -65536).to(tl.float32, bitcast=True)
+            else:
+                first += word.to(tl.float32, bitcast=True)
+        if PAIRS:
+            low = first.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            high = second.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+            tl.store(words + at, low | high, mask=there)
         else:
-            first += word.to(tl.float32, bitcast=True)
-    if PAIRS:
-        low = first.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high = second.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(words + at, low | high, mask=there)
-    else:
-        tl.store(words + at, first.to(tl.int32, bitcast=True), mask=there)
+            tl.store(words + at, first.to(tl.int32, bitcast=True), mask=there)
     if tl.atomic_add(count + 1, 1) == tl.num_programs(0) - 1:
         tl.store(count + 1, 0)
         tl.store(count, this_sum)
