@@ -45,7 +45,7 @@ def _parallel_call() -> Callable[[int, int, int, int], None] | None:
         return None
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     call.restype = None
-    return call  # type: ignore[no-any-return]
+    return call
 
 
 @intrinsic

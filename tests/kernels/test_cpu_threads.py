@@ -15,7 +15,7 @@ from mini_sglang.kernels.cpu_threads import SharedWork, next_share
 SHARES = 10_000
 
 
-@cfunc("void(voidptr)")
+@cfunc("void(voidptr)")  # type: ignore[untyped-decorator]
 def count_up(data: Any) -> None:
     """Add 1 to the number of each share."""
     numbers = carray(data, (2,), np.int64)
