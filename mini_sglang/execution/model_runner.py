@@ -10,10 +10,10 @@ import torch
 from mini_sglang.attention.base import AttentionBackend, AttentionPlan
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends
-from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep
-from mini_sglang.execution.prompt_graph import PromptBackend, PromptGraphs, PromptInputs, prompt_sizes
+from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, graph_sizes
+from mini_sglang.execution.prompt_graph import PromptBackend, PromptGraphs, PromptInputs, PromptOrder, prompt_sizes
 from mini_sglang.execution.prompt_logprobs import asked_of, look_up_prompts
-from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.execution.request_table import RequestTable, StepInputs
 from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.transformer import Transformer
@@ -78,6 +78,37 @@ class ModelRunner:
             self._prompts = PromptGraphs(compute, table, backend, max_rows, sizes, memory)
         self._graphs = DecodeGraphs(partial(self.decode, out=logits), max_rows, table, memory)
 
+    @torch.inference_mode()
+    def rehearse(self, prompts: list[int], max_rows: int, max_tokens: int) -> None:
+        """Launch every kernel of prompts of so many tokens, of what `capture_graphs` captures, and of sampling.
+
+        All of it goes into a graph that is thrown away: nothing is computed, so nothing has to be right.
+        """
+        from mini_sglang.execution.page_updates import PageUpdates  # Triton: only where there is a GPU
+
+        table, backend = self._table, self._backends.prefill
+        if self._sampler is None or not isinstance(backend, PromptBackend):
+            raise TypeError(f"{type(backend).__name__} with sampler {self._sampler} cannot lie in a graph")
+        chunks = [table.expand([Row(slot=0, start=0, count=count, samples=True)]) for count in prompts]
+        batches = [self._forward_batch(inputs, inputs.logit_rows) for inputs in chunks]
+        logits = self._model.empty_logits(max(1, max_rows))
+        slots = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        updates = PageUpdates(table.page_table, len(logits))
+        torch.mm(logits[:1], logits[:1].t())  # cuBLAS cannot be set up within a capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # kernels may be loaded meanwhile
+            self._sampler.draw(logits, slots, slots.int())  # takes the longest to compile, so it comes first
+            for batch in batches:
+                self._model(batch)
+            if max_tokens:
+                order = PromptOrder(table, backend, max_rows, max_tokens)
+                for size in prompt_sizes(max_tokens):
+                    self.compute(order.inputs(size), logits)
+            if max_rows:
+                updates.take()
+                for size in graph_sizes(max_rows):
+                    self.decode(slots[:size], logits)
+
     def compute(self, inputs: PromptInputs, out: torch.Tensor | None = None) -> GraphStep:
         """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures.
 
@@ -124,14 +155,7 @@ class ModelRunner:
         if asked:
             indices = [index for part in asked for index in range(part.first, part.first + part.count)]
             logit_rows = torch.cat((logit_rows, self._table.send(indices)))
-        hidden = self._model.hidden(
-            ForwardBatch(
-                input_ids=inputs.input_ids,
-                positions=inputs.positions,
-                logit_rows=logit_rows,
-                plan=self._backends.plan(inputs.attention),
-            )
-        )
+        hidden = self._model.hidden(self._forward_batch(inputs, logit_rows))
         sampled = Sampled(inputs.logit_rows, [], {})
         if num_sampling:
             sampled = self._sample([row for row in rows if row.samples], self._model.logits(hidden[:num_sampling]))
@@ -139,6 +163,9 @@ class ModelRunner:
             found = look_up_prompts(asked, hidden[num_sampling:], self._model.logits, self._table)
             sampled = sampled._replace(prompt_logprobs=found)
         return sampled
+
+    def _forward_batch(self, inputs: StepInputs, logit_rows: torch.Tensor) -> ForwardBatch:
+        return ForwardBatch(inputs.input_ids, inputs.positions, logit_rows, self._backends.plan(inputs.attention))
 
     def _replay(self, batch: ScheduledBatch, pages: dict[int, int], graphs: DecodeGraphs) -> Sampled:
         decodes = batch.decodes

@@ -22,6 +22,7 @@ from mini_sglang.kernels.base import FP8, Kernels, TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.models.registry import build_model
+from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel import TensorParallel
 from mini_sglang.request import SamplingParams
 from mini_sglang.scheduling.batch import NO_DECODES, NewPages, NewRow, Row, ScheduledBatch
@@ -31,8 +32,9 @@ from mini_sglang.weights.load import load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
-if TYPE_CHECKING:  # it needs Triton
+if TYPE_CHECKING:  # they need Triton
     from mini_sglang.execution.device_sampler import DeviceSampler
+    from mini_sglang.kernels.compile_ahead import CompileAhead
 
 
 class Rank:
@@ -63,7 +65,8 @@ class Rank:
         placement = Placement(
             self._device, self._dtype, _kernels(config, self._dtype), config.weights == "packed", parallel
         )
-        with _out_of_memory("the weights do not fit: use a smaller model or dtype, or a larger tp"):
+        compiling = self._compile_ahead(placement)
+        with _out_of_memory(_WEIGHTS_TOO_LARGE):
             self._model = build_model(model_config, placement)
             slots = {name: _checked(slot, check) for name, slot in self._model.weight_slots().items()}
             show_progress = parallel.rank == 0
@@ -71,14 +74,13 @@ class Rank:
                 load_dummy_weights(slots, seed=config.seed, device=self._device, show_progress=show_progress)
             else:
                 load_weights(source, model_config, slots, show_progress=show_progress)
-        with _out_of_memory(
-            "the KV cache or a step does not fit: "
-            "lower mem_fraction, num_pages, max_prefill_tokens or cuda_graph_max_bs"
-        ):
+        with _out_of_memory(_STEP_TOO_LARGE):
             check()
+            if compiling is not None:
+                compiling.wait()
             self.num_pages = config.num_pages or parallel.minimum(self._measure_pages())
             check()
-            self._runner = self._make_runner(self.num_pages)
+            self._runner = self._make_runner(self._model, self.num_pages)
             self._warm_up()
         parallel.minimum(0)  # until all ranks have come so far
         check()
@@ -91,10 +93,31 @@ class Rank:
         """Drop the model and the pool."""
         del self._runner, self._model
 
-    def _make_runner(self, num_pages: int) -> ModelRunner:
-        """A runner over a pool of `num_pages` pages, and one more for the idle slot of graphs."""
+    def _compile_ahead(self, placement: Placement) -> CompileAhead | None:
+        """Begin to compile the kernels of all steps where they are Triton's, so that it goes on while weights load.
+
+        A model of two layers needs the same kernels as the whole: all layers but the last are alike.
+        """
+        if set(self.config.attention_backend.split(",")) != {"triton"}:
+            return None
+        from mini_sglang.kernels.compile_ahead import CompileAhead
+
+        with _out_of_memory(_WEIGHTS_TOO_LARGE):
+            model = build_model(replace(self.model_config, num_layers=min(2, self.model_config.num_layers)), placement)
+            load_dummy_weights(model.weight_slots(), seed=0, device=self._device, show_progress=False)
+        tokens, max_rows = self._longest_prompt_step(), resolved(self.config.cuda_graph_max_bs)
+        compiling = CompileAhead()
+        with _out_of_memory(_STEP_TOO_LARGE), compiling.noting():
+            runner = self._make_runner(model, self._pages(tokens))
+            runner.rehearse([tokens, min(16, tokens), 1], max_rows, self._prompt_graph_tokens())
+        del runner, model
+        torch.cuda.empty_cache()
+        return compiling
+
+    def _make_runner(self, model: Transformer, num_pages: int) -> ModelRunner:
+        """A runner of `model` over a pool of `num_pages` pages, and one more for the idle slot of graphs."""
         pool = KVPool(
-            num_layers=self.model_config.num_layers,
+            num_layers=model.config.num_layers,
             num_pages=num_pages + 1,
             page_size=self.config.page_size,
             num_kv_heads=self._heads.kv.size,
@@ -118,7 +141,7 @@ class Rank:
             self._device,
             idle_page=num_pages,
         )
-        return ModelRunner(self._model, pool, backends, table, self._make_sampler(table))
+        return ModelRunner(model, pool, backends, table, self._make_sampler(table))
 
     def _make_sampler(self, table: RequestTable) -> DeviceSampler | None:
         """Imported here, since a CPU has no use for Triton."""
@@ -130,11 +153,10 @@ class Rank:
 
     def _measure_pages(self) -> int:
         """Pages that fit into `mem_fraction` of a GPU beside the weights and what the largest step was seen to take."""
-        budget = resolved(self.config.max_prefill_tokens)
-        tokens = min(budget, self.model_config.context_length)
+        budget, tokens = resolved(self.config.max_prefill_tokens), self._longest_prompt_step()
         bytes_per_page = page_bytes(self.config, self.model_config, self.config.dtype)
         weight_bytes = torch.cuda.memory_allocated(self._device)
-        runner = self._make_runner(self._pages(tokens))
+        runner = self._make_runner(self._model, self._pages(tokens))
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         state_bytes = before - weight_bytes - (self._pages(tokens) + 1) * bytes_per_page  # tables, counts, workspaces
@@ -169,6 +191,10 @@ class Rank:
             max_rows = resolved(self.config.cuda_graph_max_bs)
             if max_rows > 0:
                 self._runner.capture_graphs(max_rows, self._prompt_graph_tokens())
+
+    def _longest_prompt_step(self) -> int:
+        """Tokens of the longest prompt that one step computes."""
+        return min(resolved(self.config.max_prefill_tokens), self.model_config.context_length)
 
     def _prompt_graph_tokens(self) -> int:
         """The most tokens of a prompt step that runs as a CUDA graph; 0 where none does."""
@@ -247,5 +273,9 @@ def resolved(value: int | None) -> int:
     return value
 
 
+_WEIGHTS_TOO_LARGE = "the weights do not fit: use a smaller model or dtype, or a larger tp"
+_STEP_TOO_LARGE = (
+    "the KV cache or a step does not fit: lower mem_fraction, num_pages, max_prefill_tokens or cuda_graph_max_bs"
+)
 _GRAPH_BYTES = 1 << 30  # left to CUDA graphs and the allocator's own rounding
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

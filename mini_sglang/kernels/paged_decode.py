@@ -35,6 +35,7 @@ import triton.language as tl
 from mini_sglang.kernels.overlap import await_inputs, overlapped
 
 _FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
+_FEW_ROWS = 16  # planned by a kernel of their own: one per number of rows would take seconds to compile
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,8 @@ class PagedDecode:
             self._items,
             self._num_items,
             rows,
-            ROWS=triton.next_power_of_2(rows),
-            SPLIT=split_tokens,
+            split_tokens,
+            ROWS=_FEW_ROWS if rows <= _FEW_ROWS else triton.next_power_of_2(self._max_rows),
             MAX_SPLITS=self._tuning.max_splits,
             BLOCK=self._tuning.block_tokens,
             WINDOW=self._window,
@@ -268,24 +269,24 @@ def check_operands(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ou
 
 
 @triton.jit
-def _split_of(length, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+def _split_of(length, split_tokens, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
     """(first position that is read, tokens per split, number of splits) of a row, or of a vector of rows"""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
-    size = SPLIT * tl.maximum(tl.cdiv(length - first, SPLIT * MAX_SPLITS), 1)
+    size = split_tokens * tl.maximum(tl.cdiv(length - first, split_tokens * MAX_SPLITS), 1)
     return first, size, tl.cdiv(length - first, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "tokens", "rows", "split_tokens"])
 def _plan_kernel(
     lengths,
     tokens,
     items,
     num_items,
     rows,
+    split_tokens,
     ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -297,8 +298,8 @@ def _plan_kernel(
     length = tl.load(lengths + row)
     token = tl.load(tokens + row)
     other_lengths = tl.load(lengths + others, mask=others < rows, other=0)
-    first, size, splits = _split_of(length, SPLIT, MAX_SPLITS, BLOCK, WINDOW)
-    _, _, other_splits = _split_of(other_lengths, SPLIT, MAX_SPLITS, BLOCK, WINDOW)
+    first, size, splits = _split_of(length, split_tokens, MAX_SPLITS, BLOCK, WINDOW)
+    _, _, other_splits = _split_of(other_lengths, split_tokens, MAX_SPLITS, BLOCK, WINDOW)
     before = (other_lengths > length) | ((other_lengths == length) & (others < row))
     whole = tl.maximum(other_splits - 1, 0)
     whole_before = tl.sum(tl.where(before, whole, 0))
@@ -570,7 +571,7 @@ def _merge(
 ):
     """Weigh a row's splits by their share of the softmax, in their order, and write the group's heads."""
     MOST: tl.constexpr = 4096 // (GROUP_PAD * DIM_PAD)  # splits per iteration that registers hold
-    CHUNK: tl.constexpr = max(1, min(MAX_SPLITS, MOST))
+    CHUNK: tl.constexpr = MOST if MOST < MAX_SPLITS else MAX_SPLITS
     heads = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]

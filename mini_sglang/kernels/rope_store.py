@@ -111,7 +111,7 @@ def _as_stored(x, pool):
     return x.to(pool.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "cells"])
 def _rope_store_kernel(
     qkv,
     positions,

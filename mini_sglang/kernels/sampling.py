@@ -113,7 +113,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
     return token_ids
 
 
-@triton.jit(do_not_specialize=["blocks_per_program", "idle_slot"])
+@triton.jit(do_not_specialize=["slots", "positions", "blocks_per_program", "idle_slot"])
 def _race_kernel(
     logits,
     slots,
@@ -184,7 +184,7 @@ def _race_kernel(
         tl.store(bests + result * 3 + 2, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "positions"])
 def _choose_kernel(
     logits,
     slots,
