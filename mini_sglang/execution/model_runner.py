@@ -84,7 +84,7 @@ class ModelRunner:
 
         All of it goes into a graph that is thrown away: nothing is computed, so nothing has to be right.
         """
-        from mini_sglang.execution.page_updates import PageUpdates  # Triton: only where there is a GPU
+        from mini_sglang.execution.mailbox import Mailbox  # Triton: only where there is a GPU
 
         table, backend = self._table, self._backends.prefill
         if self._sampler is None or not isinstance(backend, PromptBackend):
@@ -93,7 +93,7 @@ class ModelRunner:
         batches = [self._forward_batch(inputs, inputs.logit_rows) for inputs in chunks]
         logits = self._model.empty_logits(max(1, max_rows))
         slots = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        updates = PageUpdates(table.page_table, len(logits))
+        mailbox = Mailbox(table.page_table, len(logits))
         torch.mm(logits[:1], logits[:1].t())  # cuBLAS cannot be set up within a capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # kernels may be loaded meanwhile
@@ -104,10 +104,9 @@ class ModelRunner:
                 order = PromptOrder(table, backend, max_rows, max_tokens)
                 for size in prompt_sizes(max_tokens):
                     self.compute(order.inputs(size), logits)
-            if max_rows:
-                updates.take()
-                for size in graph_sizes(max_rows):
-                    self.decode(slots[:size], logits)
+            mailbox.take()
+            for size in graph_sizes(max_rows) if max_rows else ():
+                mailbox.leave(self.decode(slots[:size], logits).token_ids)
 
     def compute(self, inputs: PromptInputs, out: torch.Tensor | None = None) -> GraphStep:
         """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures.
