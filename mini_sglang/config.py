@@ -58,6 +58,9 @@ class EngineConfig:
     num_threads: int | None = _option(None, "torch threads of a rank on a CPU; none: the cores, shared out")
 
     tp: int = _option(1, "ranks that share the model, each on a GPU of its own (on a CPU: in a process of its own)")
+    all_reduce: Literal["auto", "nccl"] = _option(
+        "auto", "auto: small sums of GPUs of one node through symmetric memory; nccl: all sums through NCCL"
+    )
     nnodes: int = _option(1, "nodes that the ranks are spread over; the same command runs on each")
     node_rank: int = _option(0, "which node this is; 0 schedules and serves, the others lend their devices")
     dist_init_addr: str | None = _option(None, "HOST:PORT of node 0 where the nodes meet, in a network that is trusted")
@@ -97,10 +100,6 @@ class EngineConfig:
             host, _, port = self.dist_init_addr.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"dist_init_addr must be HOST:PORT, got {self.dist_init_addr!r}")
-        if self.deterministic and self.tp > 2:
-            raise ValueError(
-                f"deterministic needs tp 1 or 2, got {self.tp}: the order in which more ranks are summed is not fixed"
-            )
 
     def replace(self, **changes: object) -> EngineConfig:
         """A copy with some fields changed, checked again."""
@@ -162,7 +161,7 @@ _LEAST = {  # of settings that may be left open
     "run_ahead": 0,
     "cuda_graph_max_bs": 0,
 }
-_MOST_RUN_AHEAD = 32  # the ring in execution/page_updates.py is twice as long
+_MOST_RUN_AHEAD = 32  # the rings in execution/mailbox.py are twice as long
 _DEVICES = ("auto", "cpu", "cuda")
 _CHOICES = {
     "model_source": ("huggingface", "modelscope"),
@@ -172,6 +171,7 @@ _CHOICES = {
     "cache": ("radix", "naive"),
     "schedule": ("fcfs", "lpm", "priority"),
     "kv_cache_dtype": ("auto", "fp8"),
+    "all_reduce": ("auto", "nccl"),
 }
 _GPU_BACKENDS = ("triton", "flashinfer", "flash_attn")
 _BACKENDS = ("auto", "cpu", "reference", *_GPU_BACKENDS)

@@ -1,9 +1,10 @@
-"""Sums over the GPUs of one node by kernels that read the other GPUs' memory: torch's symmetric memory.
+"""Sums over the GPUs of one node by kernels that reach the other GPUs' memory: torch's symmetric memory.
 
 NCCL moves much data fast, and needs tens of microseconds for the little that a decode step sums. Here one kernel does
-it: one shot, where each GPU reads all of the others' tensors; or for more data two shots, where each sums one part and
-reads the others' sums. Both add in the order of the ranks, so all get the same bits. Multicast is not used. Everything
-lies in CUDA graphs: the buffer is allocated once. A lost rank leaves the others waiting, until their process ends.
+it: each GPU sends its tensor to all others and adds up what it is sent (`kernels/push_sum.py`); or for more data
+between more than two GPUs torch's two shots, where each sums one part and reads the others' sums. Both add in the order
+of the ranks, so all get the same bits. Multicast is not used. Everything lies in CUDA graphs: the buffers are allocated
+once. A lost rank leaves the others waiting, until their process ends.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-_ONE_SHOT_BYTES = 256 << 10
-_TWO_SHOT_BYTES = 4 << 20
-_TWO_SHOT_SIZES = (2, 4, 8)  # what its kernel is made for
+_PUSH_BYTES = 256 << 10  # between two GPUs all that goes through here: no way sends less
+_MAX_BYTES = 4 << 20
+_TWO_SHOT_SIZES = (4, 8)  # of those that torch's kernel is made for
 _ALIGNMENT = 16  # bytes that a thread reads at once
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -21,24 +22,36 @@ DTYPES = (torch.float32, torch.bfloat16)
 class DirectSum:
     """Sums tensors of `dtype` over the `size` ranks of the process group `group`, registered by name, in any step."""
 
-    def __init__(self, group: str, size: int, device: torch.device, dtype: torch.dtype) -> None:
-        """All ranks make theirs at the same time. Raises RuntimeError where GPUs cannot read each other's memory."""
-        self._group = group
-        self._max_bytes = _TWO_SHOT_BYTES if size in _TWO_SHOT_SIZES else _ONE_SHOT_BYTES
-        self._buffer = symmetric_memory.empty(self._max_bytes // dtype.itemsize, dtype=dtype, device=device)
-        symmetric_memory.rendezvous(self._buffer, group)  # type: ignore[arg-type]  # takes a name
+    def __init__(self, group: str, rank: int, size: int, device: torch.device, dtype: torch.dtype) -> None:
+        """All ranks make theirs at the same time. Raises RuntimeError where GPUs cannot reach each other's memory."""
+        from mini_sglang.kernels.push_sum import push_sum  # Triton, where there are GPUs
+
+        self._group, self._rank, self._dtype, self._push_sum = group, rank, dtype, push_sum
+        self.push_bytes = _MAX_BYTES if size == 2 else _PUSH_BYTES
+        self.max_bytes = _MAX_BYTES if size == 2 or size in _TWO_SHOT_SIZES else _PUSH_BYTES
+        self._inbox = symmetric_memory.empty(2, size, self.push_bytes // 4, dtype=torch.int64, device=device)
+        self._inbox.zero_()
+        handle = symmetric_memory.rendezvous(self._inbox, group)  # type: ignore[arg-type]  # takes a name
+        self._inboxes = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._count = torch.zeros(2, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        handle.barrier()  # nobody writes into an inbox that is still to be cleared
+        self._two_shot: torch.Tensor | None = None
+        if self.max_bytes > self.push_bytes:
+            self._two_shot = symmetric_memory.empty(self.max_bytes // dtype.itemsize, dtype=dtype, device=device)
+            symmetric_memory.rendezvous(self._two_shot, group)  # type: ignore[arg-type]
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x is small and suits the kernels."""
-        fits = x.nbytes <= self._max_bytes and x.dtype == self._buffer.dtype and x.is_contiguous()
+        fits = x.nbytes <= self.max_bytes and x.dtype == self._dtype and x.is_contiguous()
         return fits and not x.nbytes % _ALIGNMENT and not x.storage_offset() * x.dtype.itemsize % _ALIGNMENT
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in new memory or in that of x."""
-        buffer = self._buffer[: x.numel()].view(x.shape)
-        if x.nbytes <= _ONE_SHOT_BYTES:  # it fills the buffer itself
-            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", self._group)
-            return total
+        """x, which becomes the sum of all ranks'."""
+        if self._two_shot is None or x.nbytes <= self.push_bytes:
+            self._push_sum(x, self._inbox, self._inboxes, self._count, self._rank)
+            return x
+        buffer = self._two_shot[: x.numel()].view(x.shape)
         buffer.copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._group, x)
         return x

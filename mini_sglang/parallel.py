@@ -88,12 +88,17 @@ SINGLE = TensorParallel()
 class Collectives:
     """The operations of `TensorParallel` over a process group of torch's, gloo's or NCCL's."""
 
-    def __init__(self, group: Any, device: torch.device, direct: DirectSum | None = None) -> None:
+    def __init__(
+        self, group: Any, device: torch.device, direct: DirectSum | None = None, *, in_order: bool = False
+    ) -> None:
         self._group = group
         self._device = device
         self._direct = direct  # for small tensors
+        self._in_order = in_order
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self._in_order:
+            return self._sum_in_order(x)
         if self._direct is not None and self._direct.takes(x):
             return self._direct.sum(x)
         options = _c10d.AllreduceOptions()
@@ -101,6 +106,16 @@ class Collectives:
         with _told_apart():
             _wait(self._group.allreduce([x], options))
         return x
+
+    def _sum_in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """In the order of the ranks, in float32; NCCL's depends on a tensor's size and an element's place in it"""
+        size = self._group.size()
+        parts = x.new_empty(size, *x.shape)
+        self.gather(parts.view(size * x.shape[0], *x.shape[1:]), x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
 
     def gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         options = _c10d.AllgatherOptions()
@@ -144,10 +159,14 @@ def connect_cpus(store: Any, rank: int, size: int, address: str) -> TensorParall
     return TensorParallel(rank, size, Collectives(group, torch.device("cpu")))
 
 
-def connect_gpus(store: Any, rank: int, size: int, dtype: torch.dtype, *, name: str, one_node: bool) -> TensorParallel:
+def connect_gpus(
+    store: Any, rank: int, size: int, dtype: torch.dtype, *, name: str, direct: bool, in_order: bool = False
+) -> TensorParallel:
     """Meet the other ranks at `store`, this one on the current device; waits for all of them.
 
-    Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new.
+    Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new. With `direct` small tensors are
+    summed through symmetric memory, where the GPUs, all of this node, can read each other's. With `in_order` the bits
+    of a sum depend on its terms alone, not on what else is summed with it; two ranks have but one order.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     options = _c10d.ProcessGroupNCCL.Options()
@@ -155,18 +174,18 @@ def connect_gpus(store: Any, rank: int, size: int, dtype: torch.dtype, *, name: 
     with _told_apart():
         nccl = _c10d.ProcessGroupNCCL(store, rank, size, options)
         nccl.eager_connect_single_device(device)
-    direct = None
-    if one_node and DirectSum.is_possible(dtype, size):
+    small_sums, in_order = None, in_order and size > 2
+    if direct and not in_order and DirectSum.is_possible(dtype, size):
         group = _c10d.ProcessGroup(store, rank, size)  # by whose name symmetric memory finds the other ranks
         group._set_default_backend(_c10d.ProcessGroup.BackendType.NCCL)
         group._register_backend(device, _c10d.ProcessGroup.BackendType.NCCL, nccl)
         group._set_group_name(name)
         _c10d._register_process_group(name, group)
-        direct = DirectSum(name, size, device, dtype)
+        small_sums = DirectSum(name, rank, size, device, dtype)
     if rank == 0:
-        small = "symmetric memory" if direct is not None else "NCCL too"
+        small = "NCCL too" if small_sums is None else "symmetric memory"
         logger.info("%d ranks sum through NCCL, small tensors through %s", size, small)
-    return TensorParallel(rank, size, Collectives(nccl, device, direct))
+    return TensorParallel(rank, size, Collectives(nccl, device, small_sums, in_order=in_order))
 
 
 def own_address(peer: str, port: int) -> str:

@@ -258,8 +258,8 @@ class Request:
     """One sequence being generated. The scheduler alone changes it after `Scheduler.add`.
 
     `num_computed_tokens` catches up with `num_tokens`: a prompt chunk, a prefix hit, a decode and a resumed request are
-    all "compute k more tokens". While a request decodes, its counters are only brought up to date when somebody needs
-    them (`Scheduler.settle`); `output_ids` always holds every token that was read.
+    all "compute k more tokens". While a request decodes, its counters and `output_ids` are only brought up to date when
+    somebody needs them (`Scheduler.settle`).
     """
 
     request_id: str

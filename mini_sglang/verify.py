@@ -7,6 +7,7 @@ a model object filled from our dequantised tensors, since its own GGUF loading i
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.llm import LLM
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.models.config import ExpertsConfig, ModelConfig
 from mini_sglang.request import SamplingParams
 from mini_sglang.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf import open_gguf
@@ -108,6 +109,7 @@ def load_reference(source: ModelSource) -> Any:
     config = load_model_config(source)
     model = AutoModelForCausalLM.from_config(_hf_config(config), dtype=torch.float32)
     state = {name: tensor.dense().float() for name, tensor in open_gguf(GGUFFile(source.path), config).items()}
+    state = _with_fused_experts(state)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
         raise ValueError(f"{source.path}: transformers' model lacks {missing} and has no place for {unexpected}")
@@ -173,6 +175,22 @@ def _describe(comparison: Comparison, tokenizer: Tokenizer) -> list[str]:
     return lines
 
 
+def _with_fused_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` with all experts of a layer in two tensors, as transformers 5 holds them: gate above up, and down."""
+    fused: dict[str, torch.Tensor] = {}
+    parts: dict[str, dict[str, list[torch.Tensor]]] = {}  # prefix of a layer's experts -> projection -> by expert
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            fused[name] = tensor
+        else:  # experts follow each other in order
+            parts.setdefault(match[1], {}).setdefault(match[2], []).append(tensor)
+    for prefix, experts in parts.items():
+        gate, up, down = (torch.stack(experts[part]) for part in ("gate", "up", "down"))
+        fused |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
+    return fused
+
+
 def _hf_config(config: ModelConfig) -> Any:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if (scaling := config.rope_scaling) is not None:
@@ -200,4 +218,19 @@ def _hf_config(config: ModelConfig) -> Any:
         attention_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
         pad_token_id=None,  # a family's own may lie beyond this vocabulary
+        **_hf_experts(config.experts),
     )
+
+
+def _hf_experts(experts: ExpertsConfig | None) -> dict[str, Any]:
+    """Under the names of Mixtral and of Qwen3-MoE: each takes its own for a setting, and the others for notes."""
+    if experts is None:
+        return {}
+    return {
+        "num_local_experts": experts.num_experts,
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize_weights,
+        "mlp_only_layers": sorted(experts.dense_layers),
+    }

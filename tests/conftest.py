@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,9 @@ from transformers import (
 )
 
 import mini_sglang
+import mini_sglang.execution.ranks
+from mini_sglang.execution import worker
+from mini_sglang.execution.ranks import Assignment, Job
 from mini_sglang.request import SamplingParams, TokenOutput
 from mini_sglang.tokenizer import Tokenizer as MiniTokenizer
 from mini_sglang.tokenizer import load_tokenizer
@@ -94,6 +98,28 @@ class RunningServer:
     @property
     def engine_pid(self) -> int:
         return int(self.get("/server_info").json()["engine"]["pid"])
+
+
+class ThreadWorkers:
+    """Like LocalWorkers, without processes."""
+
+    def __init__(self, job: Job, ranks: range, first_of_node: int) -> None:
+        self._threads = [
+            threading.Thread(target=worker.run, args=(Assignment(job, rank, 0),), daemon=True) for rank in ranks
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ended(self) -> None:
+        return None
+
+    def wait(self, seconds: float) -> None:
+        for thread in self._threads:
+            thread.join(seconds)
+            assert not thread.is_alive()
+
+    def kill(self) -> None:
+        pass
 
 
 WriteCheckpoint = Callable[..., TinyCheckpoint]
@@ -176,6 +202,12 @@ def write_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrai
 def running() -> Running:
     """`with running(model, **settings) as engine`: float32 unless `dtype` says otherwise; checked when it is left."""
     return run_engine
+
+
+@pytest.fixture
+def thread_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of tensor parallelism are threads, which start at once; what they run is what a process runs."""
+    monkeypatch.setattr(mini_sglang.execution.ranks, "LocalWorkers", ThreadWorkers)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"weights.tensor"},
     "attention": {"kernels"},
     "sharding": set(),
-    "direct_sum": set(),
+    "direct_sum": {"kernels"},
     "parallel": {"sharding", "direct_sum"},
     "lifetime": set(),
     "layers": {"kernels", "attention.base", "models.config", "weights.tensor", "parallel", "sharding"},

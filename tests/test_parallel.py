@@ -43,6 +43,25 @@ def test_sums_have_the_same_bits_on_all_ranks(on_ranks: OnRanks, dtype: torch.dt
     torch.testing.assert_close(sums[0].double(), expected, atol=0.05, rtol=0.02)
 
 
+def test_sums_in_order_have_the_bits_of_each_row_alone(on_ranks: OnRanks) -> None:
+    def parts(rank: int) -> torch.Tensor:
+        return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+    def work(parallel: TensorParallel) -> torch.Tensor:
+        assert parallel._collectives is not None
+        parallel._collectives._in_order = True
+        mine = parts(parallel.rank)
+        together = parallel.all_reduce(mine.clone())
+        assert together.equal(torch.cat([parallel.all_reduce(row.clone()) for row in mine.split(1)]))
+        return together
+
+    sums = on_ranks(work)
+    in_order = torch.zeros(5, 7)
+    for rank in range(len(sums)):
+        in_order += parts(rank)
+    assert all(total.equal(in_order.bfloat16()) for total in sums)
+
+
 @pytest.mark.parametrize("width", [1, 4, 5, 8])
 def test_columns_are_joined_and_what_was_added_is_cut_off(on_ranks: OnRanks, width: int) -> None:
     whole = torch.arange(3 * width).view(3, width).float()

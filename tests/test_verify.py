@@ -68,6 +68,23 @@ def test_a_gguf_file_equals_transformers_with_our_weights(
     assert verify_model(config_of(checkpoint), max_tokens=6, report=lambda line: None)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "qwen3_moe",
+            {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        ),
+    ],
+)
+def test_a_gguf_file_of_a_mixture_equals_transformers_with_our_weights(
+    write_gguf: Callable[..., Any], family: str, settings: dict[str, Any]
+) -> None:
+    checkpoint = write_gguf(family, kind="Q8_0", **settings)
+    assert verify_model(config_of(checkpoint), max_tokens=6, report=lambda line: None)
+
+
 def test_other_weights_are_found_out(write_checkpoint: Callable[..., Any]) -> None:
     ours, other = write_checkpoint("llama", seed=0), write_checkpoint("llama", seed=1)
     [comparison] = compare(config_of(ours), other.source, {"prompt": [5, 6, 7]}, 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -301,6 +302,16 @@ def test_a_landing_is_used_again() -> None:
     )
 
 
+def test_tokens_that_the_step_leaves_on_the_host_are_not_copied() -> None:
+    stream, arriving = Stream(), array("q", [0, 0])
+    landings = [Landing(stream)]
+    sampled = Sampled(OnDevice([7, 8]), [None, None], {}, memoryview(arriving))  # type: ignore[arg-type]
+    handle = StepHandle(sampled, landings.pop(), landings)  # type: ignore[arg-type]
+    expect(len(stream.queue), 0, "copies queued by the launch of a step whose graph leaves its tokens in pinned memory")
+    arriving[:] = array("q", [7, 8])
+    expect(handle.result().token_ids, [7, 8], "tokens that it left there", read="L9: Nothing beside the replay")
+
+
 def test_a_result_comes_with_the_devices_time() -> None:
     handle = handle_of([7], [Landing(Stream())])
     expect(handle.device_us, None, "microseconds of a step that has not been read")
@@ -351,13 +362,14 @@ class RecordedGraphs(StepGraphs):
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     """Graphs for up to 6 rows, idle slot 99, whose step gives back the slots that it computes."""
-    from mini_sglang.execution import page_updates  # needs Triton
-    from mini_sglang.kernels.decode_step import take_pages_reference
+    from mini_sglang.execution import mailbox  # needs Triton
+    from mini_sglang.kernels.decode_step import leave_tokens_reference, take_pages_reference
 
     monkeypatch.setattr(cuda_graph, "StepGraphs", RecordedGraphs)
-    monkeypatch.setattr(page_updates, "take_pages", take_pages_reference)
+    monkeypatch.setattr(mailbox, "take_pages", take_pages_reference)
+    monkeypatch.setattr(mailbox, "leave_tokens", leave_tokens_reference)
     graphs = DecodeGraphs(lambda slots: GraphStep(slots, slots), 6, small_table(CPU), None)
-    graphs._graphs.first_kernel = graphs._updates.take  # type: ignore[attr-defined]
+    graphs._graphs.first_kernel = graphs._mailbox.take  # type: ignore[attr-defined]
     return graphs
 
 
@@ -448,7 +460,7 @@ def test_the_same_batch_is_sent_once(graphs: DecodeGraphs, monkeypatch: pytest.M
 
 @guards("ring-out-of-step")
 def test_new_pages_arrive_in_the_step_that_gains_them(graphs: DecodeGraphs) -> None:
-    table = graphs._updates._page_table
+    table = graphs._mailbox._page_table
     handed: list[dict[int, int]] = [{}, {5: 70}, {}, {}, {6: 71, 20: 72}]
     for step, pages in enumerate(handed, 1):
         graphs.replay((3, 1), pages)
@@ -458,7 +470,7 @@ def test_new_pages_arrive_in_the_step_that_gains_them(graphs: DecodeGraphs) -> N
             pages,
             f"places of the page table and what is there after step {step}",
             invariant="host and device count the same steps: each has its entry of the ring, be it empty",
-            read="L9: New pages without a launch",
+            read="L9: Nothing beside the replay",
         )
 
 
@@ -473,6 +485,7 @@ def test_real_graphs() -> None:
         for page, slots in enumerate([(3, 1, 4, 5), (2, 0, 1), (5,), (1, 2, 3, 4, 5, 0)], 50):
             got = real.replay(slots, {4 * slots[0]: page} if page % 2 else {}).token_ids.tolist()
             expect(got, [10 * slot for slot in slots], f"a real graph's result for the slots {slots}")
+            expect(real.arriving(len(slots)).tolist(), got, "and what it left on the host")
             if page % 2:
                 first = int(table.page_table[slots[0], 0])
                 expect(first, page, f"first page of slot {slots[0]}, which the step gained")

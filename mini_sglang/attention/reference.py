@@ -7,6 +7,9 @@ keys and values of a group are never repeated in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
@@ -30,10 +33,28 @@ class ReferenceBackend:
         return ReferencePlan(self._pool, metadata, self._dtype, self._window)
 
 
-class ReferencePlan:
-    """One step: `decode` is the batch of single-token rows, `chunks` are the others."""
+class DecodeRows(Protocol):
+    """Rows of a step that compute one token each."""
 
-    def __init__(self, pool: KVPool, metadata: AttentionMetadata, dtype: torch.dtype, window: int | None) -> None:
+    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """q [rows, heads, head_dim] -> the same shape"""
+        ...
+
+
+class ReferencePlan:
+    """One step: `decode` is the batch of single-token rows, `chunks` are the others.
+
+    A backend that is faster at the first alone hands in how to make them of the rows' indices.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        metadata: AttentionMetadata,
+        dtype: torch.dtype,
+        window: int | None,
+        decode: Callable[[list[int]], DecodeRows] | None = None,
+    ) -> None:
         self._pool = pool
         device = metadata.page_table.device
         firsts = _exclusive_cumsum(metadata.counts)
@@ -44,7 +65,8 @@ class ReferencePlan:
             for row, count in enumerate(metadata.counts)
             if count > 1
         ]
-        self._decode = _Decode(pool, metadata, decode_rows, dtype, window) if decode_rows else None
+        decode = decode or (lambda rows: _Decode(pool, metadata, rows, dtype, window))
+        self._decode = decode(decode_rows) if decode_rows else None
         # None: every token is a decode row, in order, so no gather is needed
         self._decode_tokens = (
             torch.tensor([firsts[row] for row in decode_rows], device=device) if self._chunks and decode_rows else None

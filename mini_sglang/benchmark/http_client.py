@@ -10,8 +10,9 @@ import asyncio
 import os
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
 import httptools
@@ -57,7 +58,11 @@ class HttpClient:
         return self._send("GET", path, b"")
 
     def post(self, path: str, body: bytes) -> asyncio.Future[Exchange]:
-        """Send a JSON body, at once if a connection is idle. The exchange says what went wrong; nothing is raised."""
+        """Send a JSON body, at once if a connection is idle. The exchange says what went wrong; nothing is raised.
+
+        Some servers close a connection without having said so. Where an idle one turns out to be closed before anything
+        of the answer has come, the request is sent again, once, on a new one.
+        """
         return self._send("POST", path, body)
 
     def _send(self, method: str, path: str, body: bytes) -> asyncio.Future[Exchange]:
@@ -67,14 +72,19 @@ class HttpClient:
         )
         exchange = Exchange(started=time.perf_counter())
         answer: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+        data = head.encode() + body
         connection = self._take(exchange.started)
         if connection is not None:
-            connection.send(head.encode() + body, exchange, answer, self._timeout_s)
+            again = partial(self._send_on_new, data, exchange, answer)
+            connection.send(data, exchange, answer, self._timeout_s, again)
         else:
-            task = asyncio.create_task(self._connect_and_send(head.encode() + body, exchange, answer))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+            self._send_on_new(data, exchange, answer)
         return answer
+
+    def _send_on_new(self, data: bytes, exchange: Exchange, answer: asyncio.Future[Exchange]) -> None:
+        task = asyncio.create_task(self._connect_and_send(data, exchange, answer))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     def _take(self, now: float) -> _Connection | None:
         while self._idle:
@@ -117,13 +127,22 @@ class _Connection(asyncio.Protocol):
         self._idle = idle
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
+        self._again: Callable[[], None] | None = None  # until something of the answer has come
         self._now = 0.0
         self._has_length = False
         self.idle_since = 0.0
         self.is_closed = False
 
-    def send(self, data: bytes, exchange: Exchange, answer: asyncio.Future[Exchange], timeout_s: float) -> None:
-        self._exchange, self._answer = exchange, answer
+    def send(
+        self,
+        data: bytes,
+        exchange: Exchange,
+        answer: asyncio.Future[Exchange],
+        timeout_s: float,
+        again: Callable[[], None] | None = None,
+    ) -> None:
+        """`again` is called in place of an answer where this connection turns out to have been closed before."""
+        self._exchange, self._answer, self._again = exchange, answer, again
         self._has_length = False
         self._timeout = asyncio.get_running_loop().call_later(timeout_s, self._fail, "timeout")
         self._transport.write(data)
@@ -139,6 +158,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
+        self._again = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -146,7 +166,11 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_closed = True
-        if self._exchange is not None:
+        if self._again is not None and self._exchange is not None:
+            self._exchange = None
+            self._timeout.cancel()
+            self._again()
+        elif self._exchange is not None:
             self._now = time.perf_counter()
             ends_by_closing = self._exchange.status and not self._has_length and error is None
             self._finish(None if ends_by_closing else "disconnected")

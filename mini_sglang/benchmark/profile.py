@@ -1,4 +1,4 @@
-"""Where the device's time goes in a window of steps: attention, matrix products, other kernels, and nothing at all.
+"""Where the device's time goes in a window of steps: attention, products, sums over ranks, other kernels, or nothing.
 
 Reads torch.profiler's trace of what ran on a GPU; what is asked of it (`summarise`) is arithmetic over spans of time.
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_KINDS = {  # by the names that kernels have here and in cuBLAS, cuDNN, FlashAttention and FlashInfer
+_KINDS = {  # by the names that kernels have here and in cuBLAS, cuDNN, FlashAttention, FlashInfer, NCCL and torch
+    "all_reduce": re.compile(r"nccl|all_?reduce|all_?gather|symm_mem|push_sum", re.IGNORECASE),
     "attention": re.compile(r"attention|attend|flash|fmha|_(decode|prefill|plan|plan_tiles)_kernel", re.IGNORECASE),
     "products": re.compile(r"gemm|gemv|matmul|linear|cutlass|nvjet|xmma|cublas|splitk", re.IGNORECASE),
 }
@@ -36,12 +37,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Profile:
-    """One window, from the first span's start to the last one's end. Milliseconds; the first five sum up to it."""
+    """One window, from the first span's start to the last one's end. Milliseconds; all but `top` sum up to it."""
 
     window: str
     steps: int
     attention_ms: float
     products_ms: float
+    all_reduce_ms: float  # sums and exchanges over ranks, the wait for the other ranks included
     other_ms: float
     short_gaps_ms: float  # between kernels that follow each other
     host_gaps_ms: float  # in which the device had nothing to do
@@ -53,7 +55,12 @@ class Profile:
 
     @property
     def busy_ms(self) -> float:
-        return self.attention_ms + self.products_ms + self.other_ms
+        return self.attention_ms + self.products_ms + self.all_reduce_ms + self.other_ms
+
+    @property
+    def all_reduce_share(self) -> float:
+        """Of the window, sums and exchanges over ranks."""
+        return self.all_reduce_ms / self.elapsed_ms
 
     @property
     def idle_share(self) -> float:
@@ -140,6 +147,7 @@ def summarise(spans: Iterable[Span], window: str, steps: int) -> Profile:
         steps=steps,
         attention_ms=kinds["attention"] / 1e3,
         products_ms=kinds["products"] / 1e3,
+        all_reduce_ms=kinds["all_reduce"] / 1e3,
         other_ms=kinds["other"] / 1e3,
         short_gaps_ms=short_gaps / 1e3,
         host_gaps_ms=host_gaps / 1e3,

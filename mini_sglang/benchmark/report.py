@@ -80,6 +80,7 @@ def profile_table(title: str, profiles: Sequence[Profile]) -> Table:
     for name, field in (
         ("attention", "attention_ms"),
         ("matrix products", "products_ms"),
+        ("sums over ranks", "all_reduce_ms"),
         ("other kernels", "other_ms"),
         ("gaps between kernels", "short_gaps_ms"),
         ("waiting for the host", "host_gaps_ms"),

@@ -6,6 +6,7 @@ sizes are filled up with an idle slot, whose row computes and changes nothing th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ class StepGraphs:
 
     def size_for(self, count: int) -> int:
         """The smallest captured size that holds `count`."""
-        return next(size for size in self.sizes if size >= count)
+        return self.sizes[bisect_left(self.sizes, count)]
 
     def replay(self, size: int, rows: int) -> GraphStep:
         """Run the step of `size`; of what it leaves, the first `rows`."""
@@ -73,33 +74,39 @@ class DecodeGraphs:
     def __init__(
         self, step: Callable[[torch.Tensor], GraphStep], max_rows: int, table: RequestTable, pool: Any
     ) -> None:
-        from mini_sglang.execution.page_updates import PageUpdates  # Triton: only where there is a GPU
+        from mini_sglang.execution.mailbox import Mailbox  # Triton: only where there is a GPU
 
         self.max_rows = max_rows
         self._idle_slot = table.idle_slot
-        self._updates = PageUpdates(table.page_table, max_rows)
+        self._mailbox = Mailbox(table.page_table, max_rows)
         self._slots = torch.full((max_rows,), table.idle_slot, dtype=torch.int64, device=table.page_table.device)
         self._loaded: tuple[int, ...] = ()  # what self._slots begins with
 
         def whole_step(size: int) -> GraphStep:
-            self._updates.take()
-            return step(self._slots[:size])
+            self._mailbox.take()
+            outputs = step(self._slots[:size])
+            self._mailbox.leave(outputs.token_ids)
+            return outputs
 
         self._graphs = StepGraphs(whole_step, graph_sizes(max_rows), "decode", pool)
-        self._updates.restart()
+        self._mailbox.restart()
 
     def replay(self, slots: tuple[int, ...], pages: Mapping[int, int]) -> GraphStep:
         """Run one step for `slots`, at most `max_rows`, which gain `pages` (place in the flat page table -> page id).
 
         The very same tuple of slots as last time is on the device already.
         """
-        self._updates.put(pages)
+        self._mailbox.put(pages)
         size = self._graphs.size_for(len(slots))
         if slots is not self._loaded:
             padded = slots + (self._idle_slot,) * (size - len(slots))
             self._slots[:size].copy_(staged(padded, self._slots.device), non_blocking=True)
             self._loaded = slots
         return self._graphs.replay(size, len(slots))
+
+    def arriving(self, rows: int) -> memoryview[int]:
+        """Where the first `rows` tokens of the last replay are on the host, once it has run; as `Mailbox.tokens`."""
+        return self._mailbox.tokens(rows)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

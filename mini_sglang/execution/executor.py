@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class _Landing(NamedTuple):
     """Where a step's tokens arrive on the host, and the event that says so. Used again when they have been read."""
 
-    token_ids: torch.Tensor  # [most rows] int64, pinned
+    token_ids: torch.Tensor  # [most rows] int64, pinned; unused if the step leaves them elsewhere on the host by itself
     arrived: torch.cuda.Event
     started: torch.cuda.Event | None  # in front of the step, where steps are timed
 
@@ -43,13 +43,16 @@ class StepHandle:
         self._ranks = ranks
         self._logprobs = sampled.logprobs
         self._prompt_logprobs = sampled.prompt_logprobs
-        self._token_ids = sampled.token_ids
+        self._token_ids: torch.Tensor | memoryview[int] = sampled.token_ids
         self._landings = landings  # those that are free
         self._landing = landing
         self._result: StepResult | None = None
         if landing is not None:
-            self._token_ids = landing.token_ids[: len(sampled.token_ids)]
-            self._token_ids.copy_(sampled.token_ids, non_blocking=True)
+            if sampled.arriving is not None:
+                self._token_ids = sampled.arriving
+            else:
+                self._token_ids = landing.token_ids[: len(sampled.token_ids)]
+                self._token_ids.copy_(sampled.token_ids, non_blocking=True)
             landing.arrived.record()
 
     def result(self) -> StepResult:

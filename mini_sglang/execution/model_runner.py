@@ -30,6 +30,7 @@ class Sampled(NamedTuple):
     token_ids: torch.Tensor  # [S] int64
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # of the rows that ask, by slot
+    arriving: memoryview[int] | None = None  # [S] on the host, where the step leaves token_ids by itself
 
 
 @runtime_checkable
@@ -83,7 +84,7 @@ class ModelRunner:
 
         All of it goes into a graph that is thrown away: nothing is computed, so nothing has to be right.
         """
-        from mini_sglang.execution.page_updates import PageUpdates  # Triton: only where there is a GPU
+        from mini_sglang.execution.mailbox import Mailbox  # Triton: only where there is a GPU
 
         table, backend = self._table, self._backends.prefill
         if self._sampler is None or not isinstance(backend, PromptBackend):
@@ -92,7 +93,7 @@ class ModelRunner:
         batches = [self._forward_batch(inputs, inputs.logit_rows) for inputs in chunks]
         logits = self._model.empty_logits(max(1, max_rows))
         slots = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        updates = PageUpdates(table.page_table, len(logits))
+        mailbox = Mailbox(table.page_table, len(logits))
         square = torch.zeros(16, 16, dtype=logits.dtype, device=logits.device)
         torch.mm(square, square)  # cuBLAS cannot be set up within a capture
         graph = torch.cuda.CUDAGraph()
@@ -104,10 +105,9 @@ class ModelRunner:
                 order = PromptOrder(table, backend, max_rows, max_tokens)
                 for size in prompt_sizes(max_tokens):
                     self.compute(order.inputs(size), logits)
-            if max_rows:
-                updates.take()
-                for size in graph_sizes(max_rows):
-                    self.decode(slots[:size], logits)
+            mailbox.take()
+            for size in graph_sizes(max_rows) if max_rows else ():
+                mailbox.leave(self.decode(slots[:size], logits).token_ids)
 
     def compute(self, inputs: PromptInputs, out: torch.Tensor | None = None) -> GraphStep:
         """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures.
@@ -142,7 +142,7 @@ class ModelRunner:
         if self._sampler is not None:
             self._sampler.take(batch.new_rows)
         self._pool.copy_pages(batch.page_copies)
-        pages = self._table.places_of(batch.new_pages)
+        pages = self._table.places_of(batch)
         if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
             return self._replay(batch, pages, self._graphs)
         self._table.write_pages(pages)
@@ -174,7 +174,7 @@ class ModelRunner:
             if not self._table.want_only_tokens(decodes.slots):
                 return self._complete(batch.rows, *step)
             self._plain_decodes = decodes
-        return Sampled(step.token_ids, [None] * len(decodes), {})
+        return Sampled(step.token_ids, [None] * len(decodes), {}, graphs.arriving(len(decodes)))
 
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         if self._sampler is not None:

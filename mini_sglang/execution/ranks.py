@@ -59,8 +59,15 @@ class Job(msgspec.Struct, frozen=True):
         one_node = config.nnodes == 1
         store = FileStore(self.store, config.tp) if one_node else TCPStore(*split_address(self.store))
         if config.device == "cuda":
-            dtype = DTYPES[config.dtype]
-            return connect_gpus(store, rank, config.tp, dtype, name=self.name, one_node=one_node)
+            return connect_gpus(
+                store,
+                rank,
+                config.tp,
+                DTYPES[config.dtype],
+                name=self.name,
+                direct=one_node and config.all_reduce == "auto",
+                in_order=config.deterministic,
+            )
         address = "127.0.0.1" if one_node else own_address(*split_address(self.store))
         return connect_cpus(store, rank, config.tp, address)
 

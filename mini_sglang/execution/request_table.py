@@ -15,7 +15,7 @@ from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.transfer import send
 from mini_sglang.execution.sampler import SamplingBatch, is_biased
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class RequestTable:
         # one column more than the context: the token sampled at the very end has a place too
         self.tokens = torch.zeros(num_slots + 1, context_length + 1, dtype=torch.int32, device=device)
         num_pages = -(-context_length // page_size)
+        self._width = num_pages
         self.page_table = torch.zeros(num_slots + 1, num_pages, dtype=torch.int64, device=device)
         self.page_table[self.idle_slot] = idle_page
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -61,14 +62,18 @@ class RequestTable:
         for new in batch.new_rows:
             self._take(new)
 
-    def places_of(self, new_pages: Iterable[NewPages]) -> dict[int, int]:
-        """New pages by their place in the flat page table; one that is named twice takes the later page."""
-        width = self.page_table.shape[1]
-        return {
+    def places_of(self, batch: ScheduledBatch) -> dict[int, int]:
+        """New and next pages by their place in the flat page table; one that is named twice takes the later page."""
+        width = self._width
+        pages = {
             pages.slot * width + index: page_id
-            for pages in new_pages
+            for pages in batch.new_pages
             for index, page_id in enumerate(pages.page_ids, pages.first_index)
         }
+        next_pages = batch.next_pages
+        places = [slot * width + index for slot, index in zip(next_pages.slots, next_pages.indices, strict=True)]
+        pages.update(zip(places, next_pages.page_ids, strict=True))
+        return pages
 
     def write_pages(self, pages: Mapping[int, int]) -> None:
         """Write pages, by place, into the page table."""

@@ -1,8 +1,8 @@
 """Fused CPU kernels for steps of few rows, compiled by Numba: norm, rotation, gate, and attention over the pages.
 
 A decode step of a small model is a few milliseconds of matrix products between hundreds of operations on a few hundred
-numbers each; in PyTorch calling them takes longer than computing them. These run on one thread, so that the threads
-that PyTorch keeps ready for its products are not disturbed. Steps of many rows go to PyTorch.
+numbers each; in PyTorch calling them takes longer than computing them. Steps of many rows go to PyTorch. Attention,
+which grows with the context, runs on all of PyTorch's threads, the others on one: waking more takes as long.
 
 Kernels take addresses: wrapping every tensor as an array would cost more than the kernel. bfloat16 travels as its 16
 bits; all arithmetic is float32. `TorchKernels` and the reference attention define what they compute.
@@ -18,15 +18,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from mini_sglang.kernels.base import KVCells, Rotation, TorchExperts, TorchKernels, TorchMatrix
+from mini_sglang.kernels.cpu_threads import SharedWork, next_share
 
 MAX_ROWS = 32  # beyond it PyTorch's threads win
 DTYPES = (torch.float32, torch.bfloat16)
 
-_compile = njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, error_model="numpy", nogil=True, cache=True)
+_ATTEND_NUMBERS = 15  # that `attend` finds at its address
+
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True, "cache": True
+}  # fmt: skip
+_compile = njit(**_OPTIONS)
 
 
 class CpuKernels:
@@ -111,14 +117,14 @@ class CpuKernels:
         """
         rows, num_heads, size = q.shape
         out = torch.empty_like(q)
-        self._compiled.attend(
+        self._compiled.attend.run(
             q.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
             page_table.data_ptr(),
             lengths.data_ptr(),
             out.data_ptr(),
-            (rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1], window or 0),
+            *(rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1], window or 0),
         )
         return out
 
@@ -127,7 +133,7 @@ class _Compiled(NamedTuple):
     rms_norm: Callable[..., None]
     rope_store: Callable[..., None]
     silu_mul: Callable[..., None]
-    attend: Callable[..., None]
+    attend: SharedWork
 
 
 @cache  # compiled code is the same for every engine of a process
@@ -200,56 +206,64 @@ def _kernels(cell: Any) -> _Compiled:
                 gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
                 out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
 
-    @_compile
-    def attend(q_at, keys_at, values_at, page_table_at, lengths_at, out_at, sizes):
-        rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = sizes
+    @cfunc("void(voidptr)", **_OPTIONS)
+    def attend(data):
+        numbers = carray(data, (_ATTEND_NUMBERS,), np.int64)
+        _, q_at, keys_at, values_at, page_table_at, lengths_at, out_at = numbers[:7]
+        rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
         group = num_heads // kv_heads
-        q = carray(_pointer(q_at), (rows, num_heads, size), cell)
+        q = carray(_pointer(q_at), (rows, kv_heads, group, size), cell)
         keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
         values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
         page_table = carray(_pointer(page_table_at), (rows, table_width), np.int64)
         lengths = carray(_pointer(lengths_at), (rows,), np.int64)
-        out = carray(_pointer(out_at), (rows, num_heads, size), cell)
+        out = carray(_pointer(out_at), (rows, kv_heads, group, size), cell)
         scores = np.empty((group, table_width * page_size), np.float32)
         query, mix = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
         scale = np.float32(1 / math.sqrt(size))
-        for row in range(rows):
+        share = next_share(data)
+        while share < rows * kv_heads:
+            row, kv_head = share // kv_heads, share % kv_heads
             length = lengths[row]
             seen_from = max(0, length - window) if window else 0
-            for kv_head in range(kv_heads):
-                first = kv_head * group
-                for head in range(group):
-                    for i in range(size):
-                        query[head, i] = _widen(q[row, first + head, i]) * scale
-                        mix[head, i] = 0
-                for position in range(seen_from, length):
-                    at = page_table[row, position // page_size] * page_size + position % page_size
+            pages = range(seen_from // page_size, (length + page_size - 1) // page_size)
+            for head in range(group):
+                for i in range(size):
+                    query[head, i] = _widen(q[row, kv_head, head, i]) * scale
+                    mix[head, i] = 0
+            for page in pages:
+                begin = page * page_size
+                shift = page_table[row, page] * page_size - begin  # from positions to cells
+                for position in range(max(begin, seen_from), min(begin + page_size, length)):
                     for head in range(group):
                         score = np.float32(0)
                         for i in range(size):
-                            score += query[head, i] * _widen(keys[at, kv_head, i])
+                            score += query[head, i] * _widen(keys[shift + position, kv_head, i])
                         scores[head, position] = score
-                for head in range(group):
-                    best = scores[head, seen_from]
-                    for position in range(seen_from, length):
-                        best = max(best, scores[head, position])
-                    total = np.float32(0)
-                    for position in range(seen_from, length):
-                        scores[head, position] = _exp(scores[head, position] - best)
-                        total += scores[head, position]
-                    for position in range(seen_from, length):
-                        scores[head, position] /= total
+            for head in range(group):
+                best = scores[head, seen_from]
                 for position in range(seen_from, length):
-                    at = page_table[row, position // page_size] * page_size + position % page_size
+                    best = max(best, scores[head, position])
+                total = np.float32(0)
+                for position in range(seen_from, length):
+                    scores[head, position] = _exp(scores[head, position] - best)
+                    total += scores[head, position]
+                for position in range(seen_from, length):
+                    scores[head, position] /= total
+            for page in pages:
+                begin = page * page_size
+                shift = page_table[row, page] * page_size - begin
+                for position in range(max(begin, seen_from), min(begin + page_size, length)):
                     for head in range(group):
-                        share = scores[head, position]
+                        weight = scores[head, position]
                         for i in range(size):
-                            mix[head, i] += share * _widen(values[at, kv_head, i])
-                for head in range(group):
-                    for i in range(size):
-                        out[row, first + head, i] = _narrow(mix[head, i], keys[0, 0, 0])
+                            mix[head, i] += weight * _widen(values[shift + position, kv_head, i])
+            for head in range(group):
+                for i in range(size):
+                    out[row, kv_head, head, i] = _narrow(mix[head, i], keys[0, 0, 0])
+            share = next_share(data)
 
-    return _Compiled(rms_norm, rope_store, silu_mul, attend)
+    return _Compiled(rms_norm, rope_store, silu_mul, SharedWork(attend))
 
 
 @intrinsic

@@ -1,8 +1,8 @@
 """What a step of one token per row begins with, looked up on the device from the list of slots: one launch for all.
 
-Before it, a launch that brings the page table up to date.
+Before it, a launch that brings the page table up to date; and at the step's very end, one that hands its tokens over.
 
-Nothing here depends on the host, so it can lie in a CUDA graph. The PyTorch twin is beside the kernel.
+Nothing here depends on the host, so it can lie in a CUDA graph. The PyTorch twin is beside each kernel.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -18,6 +18,7 @@ import triton.language as tl
 
 _BLOCK = 512  # page ids copied at a time
 _PAGES_AT_ONCE = 128  # fetched from the host's memory
+_TOKENS_AT_ONCE = 128  # written to it
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,17 @@ def decode_inputs_reference(
     )
 
 
-def take_pages(ring: torch.Tensor, taken: torch.Tensor, page_table: torch.Tensor) -> None:
+def take_pages(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor) -> None:
     """Write the pages of one entry of `ring` into `page_table`, and count the step.
 
     ring [depth, 1 + 2 capacity] int64, where the host can write and the device can read: number of pages, their places
-    in the flat page table, each once, and their ids; taken [1] int64, whose value picks the entry, grows by 1;
+    in the flat page table, each once, and their ids; begun [1] int64, whose value picks the entry, grows by 1;
     page_table [slots, max pages] int64, contiguous.
     """
     depth, width = ring.shape
     _take_pages_kernel[(1,)](
         ring,
-        taken,
+        begun,
         page_table,
         DEPTH=depth,
         CAPACITY=(width - 1) // 2,
@@ -96,18 +97,36 @@ def take_pages(ring: torch.Tensor, taken: torch.Tensor, page_table: torch.Tensor
     )
 
 
-def take_pages_reference(ring: torch.Tensor, taken: torch.Tensor, page_table: torch.Tensor) -> None:
+def take_pages_reference(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor) -> None:
     """The twin of `take_pages`."""
-    entry = ring[taken % len(ring)].squeeze(0)
+    entry = ring[begun % len(ring)].squeeze(0)
     number, capacity = int(entry[0]), (len(entry) - 1) // 2
     places, page_ids = entry[1:].view(2, capacity)[:, :number].to(page_table.device)
     page_table.view(-1)[places] = page_ids
-    taken += 1
+    begun += 1
+
+
+def leave_tokens(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tensor) -> None:
+    """Copy the tokens of a step that `take_pages` has counted into its entry of `ring`.
+
+    token_ids [R] int64; begun [1] int64: steps counted, this one included; ring [depth, at least R] int64, where the
+    device can write and the host can read.
+    """
+    depth, capacity = ring.shape
+    rows = len(token_ids)
+    _leave_tokens_kernel[(triton.cdiv(rows, _TOKENS_AT_ONCE),)](
+        token_ids, begun, ring, rows, DEPTH=depth, CAPACITY=capacity, BLOCK=_TOKENS_AT_ONCE, num_warps=4
+    )
+
+
+def leave_tokens_reference(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tensor) -> None:
+    """The twin of `leave_tokens`."""
+    ring[(int(begun) - 1) % len(ring), : len(token_ids)] = token_ids.cpu()
 
 
 @triton.jit
-def _take_pages_kernel(ring, taken, page_table, DEPTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
-    step = tl.load(taken)
+def _take_pages_kernel(ring, begun, page_table, DEPTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
+    step = tl.load(begun)
     entry = ring + step % DEPTH * (1 + 2 * CAPACITY)
     number = tl.load(entry, volatile=True)  # the host writes it anew for every step
     for start in range(0, number, BLOCK):
@@ -116,7 +135,17 @@ def _take_pages_kernel(ring, taken, page_table, DEPTH: tl.constexpr, CAPACITY: t
         place = tl.load(entry + 1 + at, mask=there, other=0, volatile=True)
         page = tl.load(entry + 1 + CAPACITY + at, mask=there, other=0, volatile=True)
         tl.store(page_table + place, page, mask=there)
-    tl.store(taken, step + 1)
+    tl.store(begun, step + 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _leave_tokens_kernel(
+    token_ids, begun, ring, rows, DEPTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = ring + (tl.load(begun) - 1) % DEPTH * CAPACITY
+    token_id = tl.load(token_ids + row, mask=row < rows)
+    tl.store(entry + row, token_id, mask=row < rows)
 
 
 @triton.jit

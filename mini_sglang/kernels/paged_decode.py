@@ -42,8 +42,8 @@ _FEW_ROWS = 16  # planned by a kernel of their own: one per number of rows would
 class DecodeTuning:
     """How the kernel is cut. `max_splits` and `block_tokens` change the last bits of results, the others do not.
 
-    Programs of one warp need no barriers among warps. Nine of them fit into the shared memory of an H200's
-    multiprocessor; with 24 for each, of which the next begins where one ends, it reads 3 to 8 % faster than with 8.
+    Programs of one warp need no barriers among warps. Eight of them fit into the registers of an H200's multiprocessor;
+    with 24 for each, of which the next begins where one ends, it reads 3 to 8 % faster than with 8.
     """
 
     block_tokens: int = 16  # tokens of K and V per iteration

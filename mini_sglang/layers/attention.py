@@ -11,6 +11,7 @@ from mini_sglang.kernels.base import Rotation
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
+from mini_sglang.layers.qk_norm import WholeNorms
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.weights.tensor import WeightSlot
 
@@ -33,7 +34,7 @@ class Attention:
         qk_norm: Literal["heads", "whole"] | None = None,
         post_norm: bool = False,
     ) -> None:
-        self._layer, self._post_norm, self._norms_whole = layer, post_norm, qk_norm == "whole"
+        self._layer, self._post_norm = layer, post_norm
         self._kernels, self._eps = placement.kernels, config.rms_norm_eps
         heads = placement.parallel.heads(config.num_heads, config.num_kv_heads)
         q_size, kv_size = heads.queries.times(config.head_dim), heads.kv.times(config.head_dim)
@@ -46,13 +47,10 @@ class Attention:
         self._out = Linear(
             q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias, summed=True
         )
-        if self._norms_whole and placement.parallel.size > 1:
-            raise ValueError(
-                f"tp must be 1 for {config.architecture}: its norms of q and k are over the heads of all ranks"
-            )
-        q_norm_size, k_norm_size = (q_size.full, kv_size.full) if self._norms_whole else (config.head_dim,) * 2
-        self._q_norm = RMSNorm(q_norm_size, config.rms_norm_eps, placement) if qk_norm else None
-        self._k_norm = RMSNorm(k_norm_size, config.rms_norm_eps, placement) if qk_norm else None
+        self._whole_norms = WholeNorms(config, placement) if qk_norm == "whole" else None
+        of_heads = qk_norm == "heads"
+        self._q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if of_heads else None
+        self._k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if of_heads else None
 
     def __call__(
         self, x: torch.Tensor, norm: RMSNorm, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
@@ -65,22 +63,18 @@ class Attention:
         qkv = self._qkv(x, before)
         q_norm = None if self._q_norm is None else self._q_norm.weight
         k_norm = None if self._k_norm is None else self._k_norm.weight
-        if self._norms_whole and q_norm is not None and k_norm is not None:
-            qkv, q_norm, k_norm = self._normalised(qkv, q_norm, k_norm), None, None
+        if self._whole_norms is not None:
+            qkv = self._whole_norms(qkv)
         q = self._kernels.rope_store(qkv, rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
         attended = plan.attend(q, self._layer).flatten(1)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self._out.add_to(x, attended, after)
 
-    def _normalised(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:
-        """qkv [tokens, (heads + 2 kv_heads) * head_dim] with q and k normalised over all their heads"""
-        q, k, v = qkv.split((len(q_norm), len(k_norm), len(k_norm)), dim=1)
-        q, k = (self._kernels.rms_norm(x, weight, self._eps) for x, weight in ((q, q_norm), (k, k_norm)))
-        return torch.cat((q, k, v), dim=1)
-
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._qkv.weight_slots(prefix) | self._out.weight_slots(prefix)
+        if self._whole_norms is not None:
+            slots |= self._whole_norms.weight_slots(prefix)
         if self._q_norm is not None and self._k_norm is not None:
             slots[f"{prefix}.q_norm.weight"] = self._q_norm.weight_slot()
             slots[f"{prefix}.k_norm.weight"] = self._k_norm.weight_slot()

@@ -31,6 +31,19 @@ class NewPages(msgspec.Struct, frozen=True):
     page_ids: list[int]
 
 
+class NextPages(msgspec.Struct, frozen=True):
+    """One page more for each of these slots, at `indices` of their page tables: what requests that decode gain."""
+
+    slots: list[int]
+    indices: list[int]
+    page_ids: list[int]
+
+    def without(self, slot: int) -> NextPages:
+        """All but those of one slot."""
+        kept = [row for row in zip(self.slots, self.indices, self.page_ids, strict=True) if row[0] != slot]
+        return NextPages(*map(list, zip(*kept, strict=True))) if kept else NextPages([], [], [])
+
+
 class Row(msgspec.Struct, frozen=True):
     """Compute tokens `start` to `start + count - 1` of the request in `slot`; sample the next one if `samples`."""
 
@@ -59,7 +72,7 @@ NO_DECODES = DecodeRows((), ())
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True):
-    """One step. Applied in this order: new rows, new pages, page copies, forward over `rows`, sampling.
+    """One step. Applied in this order: new rows, new and next pages, page copies, forward over `rows`, sampling.
 
     `chunks` are the rows of requests that do not decode yet: parts of prompts, and of answers computed again after a
     preemption; and those of requests with a grammar, which are not in every step. `page_copies` are (source,
@@ -73,6 +86,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
     masks: dict[int, bytes] = {}  # by slot, of every row that samples under a grammar: one bit per token, 1 is allowed
+    next_pages: NextPages = msgspec.field(default_factory=lambda: NextPages([], [], []))
 
     @property
     def rows(self) -> list[Row]:

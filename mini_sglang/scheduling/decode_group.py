@@ -1,7 +1,7 @@
 """The running requests that compute one token in every step, and the steps in which one of them needs attention.
 
-Between such steps nothing of a member is touched: what a step has made of it follows from the step's number. Knows
-requests and step numbers; does not know the pool, and decides nothing.
+Between such steps nothing of a member is touched: what a step has made of it follows from the step's number, and its
+tokens are noted as one column for all. Knows requests and step numbers; does not know the pool, and decides nothing.
 
         step         7   8   9  10  11  12  13          a member with offset 11 computes its token 11 + n in step n
         token       18  19  20  21  22  23  24
@@ -12,11 +12,14 @@ requests and step numbers; does not know the pool, and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NO_DECODES, DecodeRows
+
+_MOST_COLUMNS = 16  # so many steps' tokens are written into the requests' lists at once
 
 
 class Members(NamedTuple):
@@ -53,6 +56,8 @@ class DecodeGroup:
         self._ending = _Calendar()
         self._stop_ids: dict[int, int] = {}  # token id -> how many members it may end
         self._members: Members | None = NOBODY  # None: somebody came or went since
+        self._columns: list[list[int]] = []  # tokens of read steps that are still to be written into `output_ids` ...
+        self._owners = NOBODY  # ... of these
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -78,11 +83,26 @@ class DecodeGroup:
 
     def may_stop(self, token_ids: list[int]) -> bool:
         """Whether any of the sampled tokens is an end token of any member. A look-up per token, none per request."""
-        return not self._stop_ids.keys().isdisjoint(token_ids)
+        return bool(self._stop_ids) and not self._stop_ids.keys().isdisjoint(token_ids)
 
     def rows_that_may_stop(self, token_ids: list[int]) -> list[int]:
         """Where in `token_ids` such a token is."""
         return [row for row, token_id in enumerate(token_ids) if token_id in self._stop_ids]
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def note(self, members: Members, token_ids: list[int]) -> None:
+        """Note the next token of each of `members`, all of whom are still in the group."""
+        if members is not self._owners or len(self._columns) == _MOST_COLUMNS:
+            self.write_down()
+            self._owners = members
+        self._columns.append(token_ids)
+
+    def write_down(self) -> None:
+        """Write what was noted into the requests' `output_ids`. To be called before anybody looks at them."""
+        if self._columns:
+            deque(map(list.extend, self._owners.output_ids, zip(*self._columns, strict=True)), maxlen=0)
+            self._columns.clear()
 
     # -- coming and going ---------------------------------------------------------------------------------------------
 
@@ -94,13 +114,14 @@ class DecodeGroup:
         wants_logprobs = request.params.logprobs is not None
         self._rows[request] = _Member(request, request.request_id, request.output_ids, slot, offset, wants_logprobs)
         self._members = None
-        self.expect_pages([request])
+        self.expect_page(request)
         self._ending.add(_last_step(request, offset), request)
         for token_id in request.stop_ids:
             self._stop_ids[token_id] = self._stop_ids.get(token_id, 0) + 1
 
     def leave(self, request: Request, launched: int) -> None:
         """Let a member go, its counters up to date. `launched` is the step launched last."""
+        self.write_down()
         self.settle(request, launched)
         offset = self._rows.pop(request).offset
         self._members = None
@@ -123,19 +144,23 @@ class DecodeGroup:
 
     # -- the calendars ------------------------------------------------------------------------------------------------
 
-    def expect_pages(self, requests: list[Request]) -> None:
-        """Note in which steps these members will begin a page that they do not have yet."""
-        for request in requests:
-            self._beginning_pages.add(self._page_step(request, self._rows[request].offset), request)
+    def expect_page(self, request: Request) -> None:
+        """Note in which step this member will begin a page that it does not have yet."""
+        self._beginning_pages.add(self._page_step(request, self._rows[request].offset), request)
 
-    def take_beginning_page(self, step: int) -> list[Request]:
-        """Members that begin a page in `step`, the next one, settled. Each has to get one (`expect_pages`) or leave."""
-        requests = self._beginning_pages.take(step)
-        for request in requests:
-            request.num_computed_tokens, request.last_step = self._rows[request].offset + step, step - 1
-        return requests
+    def take_beginning_page(self, step: int) -> Due:
+        """Members that begin a page in `step`, the next one. Each has to get one (`expect_page`) or leave."""
+        return self._beginning_pages.take(step)
 
-    def take_ending(self, step: int) -> list[Request]:
+    def expect_next_pages(self, due: Due, step: int) -> None:
+        """`expect_page` for those who were due in `step` and have got one page each: all together, as they were."""
+        self._beginning_pages.add_all(step + self._page_size, due)
+
+    def began_page_since(self, step: int) -> list[Request]:
+        """Members that were given their last page in a later step."""
+        return [request for due, request in self._beginning_pages.entries() if due - self._page_size > step]
+
+    def take_ending(self, step: int) -> Due:
         """Members whose longest possible answer ends with what `step`, just launched, samples. Each has to leave."""
         return self._ending.take(step)
 
@@ -158,25 +183,64 @@ def _last_step(request: Request, offset: int) -> int:
     return request.max_num_tokens - 2 - offset
 
 
-class _Calendar:
-    """Which requests are due in which step; in one step they stay in the order in which they were added."""
+class Due:
+    """Requests that are due in the same step, in the order in which they were added; and their columns, made once."""
+
+    __slots__ = ("_columns", "_requests")
 
     def __init__(self) -> None:
-        self._due: dict[int, dict[Request, None]] = {}
+        self._requests: dict[Request, None] = {}
+        self._columns: tuple[list[int], list[list[int]]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self._requests.update(dict.fromkeys(requests))
+        self._columns = None
+
+    def remove(self, request: Request) -> None:
+        self._requests.pop(request, None)
+        self._columns = None
+
+    @property
+    def columns(self) -> tuple[list[int], list[list[int]]]:
+        """Slots and `page_ids` (the lists themselves) of the requests."""
+        if self._columns is None:
+            slots = [request.slot for request in self._requests if request.slot is not None]
+            self._columns = slots, [request.page_ids for request in self._requests]
+        return self._columns
+
+
+class _Calendar:
+    """Which requests are due in which step."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, Due] = {}
 
     def add(self, step: int, request: Request) -> None:
-        self._due.setdefault(step, {})[request] = None
+        if step not in self._due:
+            self._due[step] = Due()
+        self._due[step].add((request,))
+
+    def add_all(self, step: int, due: Due) -> None:
+        """All that were taken together: nearly always nobody else is due in `step` so far."""
+        if due and (there := self._due.setdefault(step, due)) is not due:
+            there.add(due)
 
     def remove(self, step: int, request: Request) -> None:
         """Strike an entry out, unless it was taken already."""
         due = self._due.get(step)
         if due is not None:
-            due.pop(request, None)
+            due.remove(request)
             if not due:
                 del self._due[step]
 
-    def take(self, step: int) -> list[Request]:
-        return list(self._due.pop(step, ()))
+    def take(self, step: int) -> Due:
+        return self._due.pop(step, None) or Due()
 
     def entries(self) -> Iterator[tuple[int, Request]]:
         for step, requests in self._due.items():

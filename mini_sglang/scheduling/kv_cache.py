@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mini_sglang.request import Request
-from mini_sglang.scheduling.batch import NewPages
+from mini_sglang.scheduling.batch import NewPages, NextPages
 from mini_sglang.scheduling.page_allocator import PageAllocator
 from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, token_array
 
@@ -55,6 +56,7 @@ class KVCacheManager:
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
         self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) the executor has not seen
+        self._next_pages = NextPages([], [], [])  # of `reserve_next`, and the executor has not seen them either
         self._filled: dict[Request, None] = {}  # requests that may have computed a page since their last commit
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
@@ -154,12 +156,16 @@ class KVCacheManager:
         self._filled[request] = None
         return True
 
-    def reserve_next(self, requests: list[Request]) -> None:
-        """`reserve` one page more for each of the requests; at least as many must be available."""
-        for request, page in zip(requests, self._take(len(requests)), strict=True):
-            self._announce(request, len(request.page_ids), [page])
-            request.page_ids.append(page)
-            self._filled[request] = None
+    def reserve_next(self, slots: list[int], page_tables: list[list[int]]) -> None:
+        """`reserve` one page more for requests of these slots and `page_ids`; at least as many must be available.
+
+        Nothing else of a request is touched. Who gets pages here is to be named to `publish_filled`.
+        """
+        pages = self._take(len(page_tables))
+        self._next_pages.slots.extend(slots)
+        self._next_pages.indices.extend(map(len, page_tables))
+        self._next_pages.page_ids.extend(pages)
+        deque(map(list.append, page_tables, pages), maxlen=0)
 
     def _take(self, count: int) -> list[int]:
         missing = count - self._allocator.num_free
@@ -189,13 +195,24 @@ class KVCacheManager:
         copies, self._copies = self._copies, []
         return new_pages, copies
 
+    def take_next_pages(self) -> NextPages:
+        """The same of `reserve_next`."""
+        pages, self._next_pages = self._next_pages, NextPages([], [], [])
+        return pages
+
     # -- sharing pages ------------------------------------------------------------------------------------------------
 
-    def publish_filled(self, step: int) -> None:
+    def may_have_filled(self, request: Request) -> None:
+        """Have the next `publish_filled` look at this request too."""
+        self._filled[request] = None
+
+    def publish_filled(self, step: int, others: Iterable[Request] = ()) -> None:
         """Publish what decoding has filled since the last call; `step` is the last launched one.
 
-        Only a match can see the difference, so this waits until there is somebody to be matched.
+        Looks at those who began a page by `reserve`, and at `others`. Only a match can see the difference, so this
+        waits until there is somebody to be matched.
         """
+        self._filled.update(dict.fromkeys(others))
         for request in self._filled:
             if not self.is_spoiled(request):
                 self.commit(request, step)
@@ -253,6 +270,8 @@ class KVCacheManager:
             replaced = self._publish(request, holding, tail=True)
             self._allocator.release(page for _, page in replaced)
         self._new_pages.pop(request, None)
+        if request.slot in self._next_pages.slots:  # taken for a step that it is not in any more
+            self._next_pages = self._next_pages.without(request.slot)
         self._filled.pop(request, None)
         if holding.tail is not None:
             self._tree.release_tail(holding.tail)

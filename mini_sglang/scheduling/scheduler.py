@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -118,6 +118,7 @@ class Scheduler:
         self.num_slots = _known("max_running_requests", config.max_running_requests)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._preempted: list[str] = []  # ids, since the last step that was scheduled
+        self._published = 0  # the step after which the cache was told what decoding has filled
         self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
@@ -249,6 +250,7 @@ class Scheduler:
     def _fall_behind(self, request: Request) -> None:
         """Let a member go that still runs."""
         self._leave_group(request)
+        self.kv.may_have_filled(request)
         insort(self._catching_up, request, key=self._policy.rank)
 
     def _remove(self, requests: list[Request], request: Request) -> None:
@@ -285,12 +287,15 @@ class Scheduler:
         are left. Returns whether all got theirs, and the requests with more to compute.
         """
         enough_pages, prefilling, step = True, [], self._counters.steps + 1
-        beginning_page = self._decoding.take_beginning_page(step)
-        if len(beginning_page) + len(self._catching_up) <= self.kv.num_available_pages:  # then the order is all one
-            self.kv.reserve_next(beginning_page)
-            self._decoding.expect_pages(beginning_page)
-            beginning_page = []
-        for request in sorted([*beginning_page, *self._catching_up], key=self._policy.rank):
+        due = self._decoding.take_beginning_page(step)
+        in_order = self._catching_up
+        if len(due) + len(in_order) > self.kv.num_available_pages:  # else the order is all one
+            self._settle(due)
+            in_order = sorted([*due, *in_order], key=self._policy.rank)
+        elif due:
+            self.kv.reserve_next(*due.columns)
+            self._decoding.expect_next_pages(due, step)
+        for request in list(in_order):
             if request.status is not RequestStatus.RUNNING:  # preempted by one before it
                 continue
             num_tokens = request.num_tokens
@@ -305,7 +310,7 @@ class Scheduler:
                 if request in self._decoding:
                     self._fall_behind(request)
             elif request in self._decoding:
-                self._decoding.expect_pages([request])
+                self._decoding.expect_page(request)
             elif request.is_constrained or request.num_computed_tokens < len(request.prompt_ids):
                 plan[request] = 1
             else:
@@ -325,8 +330,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
         """Admit waiting requests in the policy's order until a slot, pages or the budget are missing."""
-        self.kv.publish_filled(self._counters.steps)
-        self._free_replaced()
+        self._publish_filled()
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
         growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
         for request in self._policy.order(self._waiting, self.kv.cached_tokens):
@@ -347,6 +351,13 @@ class Scheduler:
             plan[request] = count
             computing.append(request)
             budget -= count
+
+    def _publish_filled(self) -> None:
+        """Let the cache know what decoding has filled."""
+        filled, self._published = self._decoding.began_page_since(self._published), self._counters.steps
+        self._settle(filled)
+        self.kv.publish_filled(self._published, filled)
+        self._free_replaced()
 
     def _computes_prompt(self, request: Request, count: int) -> bool:
         return count > 1 or request.num_computed_tokens < len(request.prompt_ids)
@@ -424,7 +435,8 @@ class Scheduler:
         if plan:
             self._is_full = False  # what a chunk has computed may be what a waiting request begins with
         members = self._decoding.members
-        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies, masks)
+        next_pages = self.kv.take_next_pages()
+        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies, masks, next_pages)
         self._launched.append(_Launched(batch, members, list(plan), self._preempted))
         self._preempted = []
         for request in self._decoding.take_ending(step):
@@ -432,9 +444,15 @@ class Scheduler:
         return batch
 
     def settle(self) -> None:
-        """Bring the counters of every running request up to date, for whoever wants to look at them."""
-        for request in self._decoding:
-            self._decoding.settle(request, self._counters.steps)
+        """Bring counters and output of every running request up to date, for whoever wants to look at them."""
+        self._settle(self._decoding)
+
+    def _settle(self, requests: Iterable[Request]) -> None:
+        """Bring these requests' counters up to date, as far as they decode, and the output of all."""
+        self._decoding.write_down()
+        for request in requests:
+            if request in self._decoding:
+                self._decoding.settle(request, self._counters.steps)
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -475,15 +493,21 @@ class Scheduler:
             for row, request in zip(batch.chunks, launched.chunks, strict=True):
                 request.prompt_logprobs += result.prompt_logprobs.get(row.slot, ())
         apart = self._rows_apart(launched, result)
-        token_ids = _without(result.token_ids[:num_members], apart)
-        deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
+        request_ids: Sequence[str] = members.request_ids
+        token_ids = result.token_ids[:num_members]
+        if apart:
+            self._decoding.write_down()
+            request_ids, token_ids = _without(request_ids, apart), _without(token_ids, apart)
+            deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
+        else:
+            self._decoding.note(members, token_ids)
         self._counters.generated_tokens += len(token_ids)
         others = [
             self._take_token(request, result.token_ids[row], result.logprobs[row])
             for row, request in [*((row, members.requests[row]) for row in apart), *enumerate(alone, num_members)]
             if request.status is not RequestStatus.FINISHED and request not in self._restarting
         ]
-        return StepOutputs(_without(members.request_ids, apart), token_ids, others)
+        return StepOutputs(request_ids, token_ids, others)
 
     def _rows_apart(self, launched: _Launched, result: StepResult) -> list[int]:
         """Rows of the group whose request has left it, may end with this token, or gets more than the token."""
@@ -612,6 +636,7 @@ class Scheduler:
             if ranks != sorted(set(ranks)):
                 raise RuntimeError(f"the {name} requests are not in order: {ranks}")
         self._decoding.check(self._counters.steps)
+        self._decoding.write_down()
         if sorted([*self._decoding, *self._catching_up], key=self._policy.rank) != self._running:
             raise RuntimeError("the running requests are not those that decode and those that catch up")
         for request in with_slot:
@@ -633,10 +658,8 @@ class Scheduler:
             )
 
 
-def _without(column: Sequence[T], rows: list[int]) -> Sequence[T]:
+def _without(column: Sequence[T], rows: list[int]) -> list[T]:
     """`column` but for the entries at `rows`, which are sorted."""
-    if not rows:
-        return column
     left = list(column)
     for row in reversed(rows):
         del left[row]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.request import FinishReason, Request, StepOutputs, TokenLogprobs
-from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 
 GARBAGE = -1  # fingerprint or token id that a failed step left, and all that was computed from one
@@ -81,7 +81,8 @@ class SimulatedExecutor:
         self._masks = batch.masks
         for new in batch.new_rows:
             self._take(new)
-        for pages in batch.new_pages:
+        gained = zip(batch.next_pages.slots, batch.next_pages.indices, batch.next_pages.page_ids, strict=True)
+        for pages in [*batch.new_pages, *(NewPages(slot, index, [page]) for slot, index, page in gained)]:
             table = self._slot(pages.slot).page_table
             if pages.first_index > len(table):
                 raise WrongPageError(f"slot {pages.slot} has {len(table)} pages and gains one at {pages.first_index}")
@@ -230,6 +231,7 @@ class Simulation:
 
     def check_outputs(self) -> None:
         """Raise RuntimeError unless every output so far is what follows its prompt, looked up if that was asked for."""
+        self.scheduler.settle()
         for request in self.requests.values():
             if request.params.prompt_logprobs is not None and request.output_ids:
                 found = [entry.token_ids[0] for entry in self.looked_up[request.request_id]]

@@ -35,7 +35,9 @@ def test_figures_become_rows_with_medians_of_both_sides_and_of_the_ratios() -> N
     figures = {"formats": {"float32": {"one stream": rates, "overhead_ms": 0.1}}}
     assert cpu.transformers_rows(figures)[1:] == [["float32", "one stream", "4.0", "3.0", "2.00"]]
     sides = {"ours": [1.0], "peer": [2.0]}
-    assert cpu.peer_rows({"workloads": {"w": {"tok/s": sides}}})[1:] == [["w", "tok/s", "1.0", "2.0", "0.50"]]
+    assert cpu.peer_rows({"peer": "that one 1.0", "workloads": {"w": {"tok/s": sides}}})[1:] == [
+        ["w", "tok/s", "1.0", "2.0", "0.50"]
+    ]
     assert cpu.clients_rows({"own": [1.0, 2.0], "other": [3.0, 4.0]})[2] == ["other", "4 µs", "2.5"]
 
 

@@ -48,7 +48,8 @@ def test_parity_that_left_something_out_is_no_parity() -> None:
 
 def test_every_target_has_a_line_in_the_table() -> None:
     console = Console(width=120, record=True)
-    console.print(gpu.target_table({"card": "a card", "date": "2026-11-28", "deterministic_equal": False}))
+    figures = {"card": "a card", "date": "2026-11-28", "deterministic_equal": False}
+    console.print(gpu.target_table(figures, gpu.targets()))
     text = console.export_text()
     assert "a card, 2026-11-28" in text
     assert text.count("MISSED") == 1

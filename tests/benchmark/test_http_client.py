@@ -86,6 +86,18 @@ def test_requests_under_way_at_once_have_connections_of_their_own() -> None:
     assert asyncio.run(run()) == 5
 
 
+def test_a_request_is_sent_again_where_the_server_closed_the_connection_meanwhile() -> None:
+    async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(WHOLE)
+        await read_request(reader)  # whatever it asks, nothing of an answer
+        writer.close()
+
+    exchanges, num_connections = post_to(one_answer, times=3)
+    assert [(exchange.error, exchange.body) for exchange in exchanges] == [(None, b"ok")] * 3
+    assert num_connections == 3
+
+
 def test_a_connection_that_the_server_means_to_close_is_not_used_again() -> None:
     closing = WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     assert post_to(answering(closing), times=2)[1] == 2

@@ -45,6 +45,10 @@ def test_kernels_that_overlap_are_counted_once() -> None:
         ("_gemv_kernel", "products"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32", "products"),
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopB_TNT", "products"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
+        ("void c10d::(anonymous namespace)::one_shot_all_reduce_kernel<c10::BFloat16, 16, 2>", "all_reduce"),
+        ("void two_shot_all_reduce_kernel<c10::BFloat16, 16, 2>", "all_reduce"),
         ("_rope_store_kernel", "other"),
         ("Memcpy HtoD (Pinned -> Device)", "other"),
     ],
@@ -71,7 +75,7 @@ def test_an_empty_window_is_an_error() -> None:
 
 def test_the_idle_share_of_a_run_weighs_its_start_and_the_rest() -> None:
     def window(busy_ms: float, idle_ms: float) -> Profile:
-        return Profile("w", 1, busy_ms, 0, 0, 0, idle_ms, [])
+        return Profile("w", 1, busy_ms, 0, 0, 0, 0, idle_ms, [])
 
     run = Run(tokens_per_second=1, seconds=1.0, steps=9)
     offline = Offline([run], [], [window(100, 100), window(90, 10)])

@@ -27,6 +27,10 @@ def offline(name: str) -> Traffic:
     return Traffic.of(shape(name), prompts, workload.output_lengths, weight_bytes=2, kv_bytes=2)
 
 
+def test_the_floor_of_two_cards() -> None:
+    assert offline("qwen3-32b").floor_seconds(H100.times(2)) == pytest.approx(22.06, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "weight_gb", "kv_read_s", "prompts_s", "floor_s"),
     [("qwen3-0.6b", 1.19, 4.62, 0.18, 5.21), ("qwen3-8b", 15.14, 5.94, 2.61, 13.73)],

@@ -138,11 +138,6 @@ def test_weights_that_do_not_fit_are_said_as_with_one_rank(write_checkpoint: Any
         start(checkpoint, tp=2)
 
 
-def test_a_model_whose_heads_cannot_be_dealt_out_is_refused(write_checkpoint: Any, start: Any) -> None:
-    with pytest.raises(ValueError, match="tp must be 1 for olmo2"):
-        start(write_checkpoint("olmo2"), tp=2)
-
-
 def test_a_killed_parent_leaves_nothing(write_checkpoint: Any) -> None:
     command = [sys.executable, "-c", SCRIPT, str(write_checkpoint("llama").path)]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -189,7 +184,6 @@ def test_an_address_that_is_not_ours(write_checkpoint: Any, start: Any) -> None:
         ({"tp": 2, "nnodes": 2}, "dist_init_addr must be given with nnodes 2"),
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "host"}, "dist_init_addr must be HOST:PORT, got 'host'"),
         ({"tp": 2, "node_rank": 1}, "node_rank must be between 0 and nnodes - 1, 0, got 1"),
-        ({"tp": 4, "deterministic": True}, "deterministic needs tp 1 or 2, got 4"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], error: str) -> None:

@@ -6,15 +6,11 @@ matter of test_ranks.py.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import mini_sglang.execution.ranks
-from mini_sglang.execution import worker
-from mini_sglang.execution.ranks import Assignment, Job
 from mini_sglang.request import SamplingParams
 
 ODD = {
@@ -36,6 +32,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "mistral, window of 24": {"family": "mistral", "head_dim": 32, "sliding_window": 24, **ODD},
+    "olmo2, odd sizes, biases": {"family": "olmo2", "attention_bias": True, **ODD},
+    "olmo2, one KV head for five": {
+        "family": "olmo2",
+        "hidden_size": 80,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+    },
     "qwen2": {"family": "qwen2", **ODD},
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True, **ODD},
     "qwen3_moe, a dense layer": {
@@ -50,32 +53,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
-class ThreadWorkers:
-    """Like LocalWorkers, without processes."""
-
-    def __init__(self, job: Job, ranks: range, first_of_node: int) -> None:
-        self._threads = [
-            threading.Thread(target=worker.run, args=(Assignment(job, rank, 0),), daemon=True) for rank in ranks
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def ended(self) -> None:
-        return None
-
-    def wait(self, seconds: float) -> None:
-        for thread in self._threads:
-            thread.join(seconds)
-            assert not thread.is_alive()
-
-    def kill(self) -> None:
-        pass
-
-
 @pytest.fixture
-def sharing(monkeypatch: pytest.MonkeyPatch, running: Any) -> Callable[..., Any]:
+def sharing(thread_workers: None, running: Any) -> Callable[..., Any]:
     """`with sharing(model, tp=2, …) as engine`"""
-    monkeypatch.setattr(mini_sglang.execution.ranks, "LocalWorkers", ThreadWorkers)
     return running  # type: ignore[no-any-return]
 
 

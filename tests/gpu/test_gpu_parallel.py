@@ -47,7 +47,7 @@ def test_two_ranks_answer_like_transformers(
         assert generate(engine, prompts) == expected, "everything cached"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe"])
 def test_every_family(
     family: str, write_checkpoint: Any, on_gpu: Any, generate: Any, greedy: Any, ragged_prompts: Any
 ) -> None:

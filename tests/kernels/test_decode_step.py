@@ -8,6 +8,8 @@ import torch
 from mini_sglang.kernels.decode_step import (
     decode_inputs,
     decode_inputs_reference,
+    leave_tokens,
+    leave_tokens_reference,
     take_pages,
     take_pages_reference,
 )
@@ -48,3 +50,16 @@ def test_the_same_pages_as_the_twin(device: torch.device, number: int, taken: in
     take_pages_reference(ring, torch.tensor([taken]), theirs)
     assert mine.tolist() == theirs.tolist()
     assert counted.tolist() == [taken + 1]
+
+
+@pytest.mark.parametrize("rows", [1, 128, 300])
+def test_the_same_entry_as_the_twin(device: torch.device, rows: int) -> None:
+    token_ids = torch.arange(7, 7 + rows, device=device)
+    ring = torch.full((3, 300), -1)
+    for begun in (1, 3, 8):
+        mine, theirs = ring.pin_memory() if device.type == "cuda" else ring.clone(), ring.clone()
+        leave_tokens(token_ids, torch.tensor([begun], device=device), mine)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        leave_tokens_reference(token_ids, torch.tensor([begun]), theirs)
+        assert mine.tolist() == theirs.tolist()

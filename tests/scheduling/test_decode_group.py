@@ -154,7 +154,8 @@ def test_a_page_is_asked_for_in_the_step_that_begins_it() -> None:
     pages = []
     for _ in range(7):
         batch = launch(subject)
-        pages.append([(new.first_index, len(new.page_ids)) for new in batch.new_pages])
+        first = [(new.first_index, len(new.page_ids)) for new in batch.new_pages]
+        pages.append(first + [(index, 1) for index in batch.next_pages.indices])
         read(subject, batch, 5)
     assert pages == [[(0, 1)], [], [(1, 1)], [], [], [], [(2, 1)]]
 
@@ -168,6 +169,31 @@ def test_counters_are_right_whenever_somebody_asks() -> None:
         subject.settle()
         assert (request.num_computed_tokens, request.last_step, request.num_tokens) == (step + 1, step, step + 2)
         read(subject, batch, 5)
+
+
+@pytest.mark.parametrize("asked_every", [1, 7, 100])
+def test_output_is_right_whenever_somebody_asks(asked_every: int) -> None:
+    """Two decode, for more steps than are written down at once; a third joins, and one leaves."""
+    subject = scheduler()
+    first, second = add(subject, "a", max_tokens=100), add(subject, "b", [3, 4], max_tokens=100)
+    third, expected = None, []
+    for step in range(60):
+        if step == 25:
+            third = add(subject, "c", [5, 6], max_tokens=100)
+        batch = launch(subject)
+        tokens = [1000 * row.slot + 100 + step for row in batch.rows if row.samples]
+        expected.append(100 + step)
+        subject.update(batch, StepResult(tokens, [None] * len(tokens)))
+        if step == 40:
+            subject.abort("b")
+        if step % asked_every == 0:
+            subject.settle()
+            assert first.output_ids == expected
+    subject.settle()
+    assert third is not None
+    assert first.output_ids == expected
+    assert second.output_ids == [1000 + token for token in expected[:41]]
+    assert third.output_ids == [2000 + token for token in expected[25:]]
 
 
 def test_a_result_of_the_wrong_length_is_refused() -> None:

@@ -407,6 +407,7 @@ def test_the_last_arrived_gives_way_and_the_first_is_never_preempted() -> None:
     while simulation.scheduler.has_work:
         before = len(first.output_ids)
         outputs = simulation.step()
+        simulation.scheduler.settle()
         assert first.finish_reason is not None or len(first.output_ids) == before + 1 or before == 0
         ended += [output.request_id for output in outputs if output.finish_reason]
     assert ended == ["0", "1", "2"]
