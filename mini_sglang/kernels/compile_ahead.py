@@ -22,6 +22,7 @@ import triton
 
 logger = logging.getLogger(__name__)
 
+_ONE_AT_A_TIME = threading.Lock()  # Triton has one hook for the whole process
 _MOST_THREADS = 8  # more only wait for each other: a quarter of the work needs Python's lock
 
 
@@ -42,7 +43,7 @@ class CompileAhead:
     def noting(self) -> Iterator[None]:
         """Note the kernels that this thread launches; their compiling begins at the end, in the order of launches."""
         runtime, this_thread = triton.knobs.runtime, threading.get_ident()
-        previous = runtime.jit_cache_hook
+        previous: Any = None
         noted: dict[tuple[Any, str], str] = {}  # (function, key of the compiled kernel) -> how it is specialised
 
         def note(**about: Any) -> bool | None:
@@ -52,11 +53,12 @@ class CompileAhead:
                 return True
             return None if previous is None else bool(previous(**about))
 
-        runtime.jit_cache_hook = note
-        try:
-            yield
-        finally:
-            runtime.jit_cache_hook = previous
+        with _ONE_AT_A_TIME:
+            previous, runtime.jit_cache_hook = runtime.jit_cache_hook, note
+            try:
+                yield
+            finally:
+                runtime.jit_cache_hook = previous
         # no sooner: a launch would take a kernel that another thread has compiled but not loaded yet
         self._kernels += [self._pool.submit(_prepare, function, data) for (function, _), data in noted.items()]
 
