@@ -11,7 +11,9 @@ from mini_sglang.kernels.base import Norm
 from mini_sglang.kernels.gemv import MAX_ROWS, GemvTuning, gemv, gemv_reference
 
 
-def operands(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+def operands(
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows * 1000 + n + k)
     x = torch.randn(rows, k, generator=generator)
     weight = torch.randn(n, k, generator=generator) / k**0.5
