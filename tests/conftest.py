@@ -10,6 +10,7 @@ import functools
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -124,6 +125,14 @@ class ThreadWorkers:
 
 WriteCheckpoint = Callable[..., TinyCheckpoint]
 Running = Callable[..., AbstractContextManager["mini_sglang.Engine"]]
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt; a shell's background jobs begin with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

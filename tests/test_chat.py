@@ -68,14 +68,6 @@ def test_a_conversation_too_long_for_the_model_is_refused_and_stays_as_it_was(sh
     assert [message["role"] for message in shell.conversation.messages] == ["user", "assistant"]
 
 
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt; a shell's background jobs begin with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_stops_the_answer_and_not_the_program(llm: LLM, interrupts: None) -> None:
     console = Console(file=io.StringIO())
     shell = Shell(Conversation(llm, SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)), console)

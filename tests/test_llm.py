@@ -232,7 +232,7 @@ def test_leaving_a_stream_aborts_it_and_harms_no_other(llm: LLM) -> None:
     assert "".join(piece.text_delta for piece in pieces) == llm.generate(CONTRACT, greedy(5))[0].text
 
 
-def test_an_interrupt_aborts_the_call_and_leaves_the_model_usable(llm: LLM) -> None:
+def test_an_interrupt_aborts_the_call_and_leaves_the_model_usable(llm: LLM, interrupts: None) -> None:
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
