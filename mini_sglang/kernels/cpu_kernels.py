@@ -1,8 +1,9 @@
-"""Fused CPU kernels for steps of few rows, compiled by Numba: norm, rotation, gate, and attention over the pages.
+"""Fused CPU kernels, compiled by Numba: norm, rotation, gate, and attention of decodes over the pages.
 
 A decode step of a small model is a few milliseconds of matrix products between hundreds of operations on a few hundred
-numbers each; in PyTorch calling them takes longer than computing them. Steps of many rows go to PyTorch. Attention,
-which grows with the context, runs on all of PyTorch's threads, the others on one: waking more takes as long.
+numbers each; in PyTorch calling them takes longer than computing them. And a prompt's tokens would pass through memory
+once for each of the operations that are one here. Attention and steps of many rows run on all of PyTorch's threads, few
+rows on one: waking more takes as long.
 
 Kernels take addresses: wrapping every tensor as an array would cost more than the kernel. bfloat16 travels as its 16
 bits; all arithmetic is float32. `TorchKernels` and the reference attention define what they compute.
@@ -11,7 +12,7 @@ bits; all arithmetic is float32. `TorchKernels` and the reference attention defi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import struct
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,15 +25,15 @@ from numba.extending import intrinsic
 from mini_sglang.kernels.base import KVCells, Rotation, TorchExperts, TorchKernels, TorchMatrix
 from mini_sglang.kernels.cpu_threads import SharedWork, next_share
 
-MAX_ROWS = 32  # beyond it PyTorch's threads win
+FEW_ROWS = 32  # computed by one thread
 DTYPES = (torch.float32, torch.bfloat16)
 
-_ATTEND_NUMBERS = 15  # that `attend` finds at its address
+_SHARE = 8  # rows that a thread takes at a time
 
 _OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True, "cache": True
 }  # fmt: skip
-_compile = njit(**_OPTIONS)
+_compile = cfunc("void(voidptr)", **_OPTIONS)
 
 
 class CpuKernels:
@@ -54,10 +55,12 @@ class CpuKernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = weight.shape[0]
         rows = x.numel() // size
-        if rows > MAX_ROWS or not x.is_contiguous():
+        if not x.is_contiguous():
             return self._torch.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
-        self._compiled.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps)
+        self._compiled.rms_norm.run(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, _bits(eps), alone=rows <= FEW_ROWS
+        )
         return out
 
     def rope_store(
@@ -70,12 +73,11 @@ class CpuKernels:
         eps: float,
     ) -> torch.Tensor:
         tokens, (kv_heads, size) = qkv.shape[0], target.keys.shape[1:]
-        if tokens > MAX_ROWS or not qkv.is_contiguous():
+        if not qkv.is_contiguous():
             return self._torch.rope_store(qkv, rotation, target, q_norm, k_norm, eps)
         num_heads = qkv.shape[1] // size - 2 * kv_heads
         q = qkv.new_empty(tokens, num_heads, size)
-        has_norm = q_norm is not None and k_norm is not None
-        self._compiled.rope_store(
+        self._compiled.rope_store.run(
             qkv.data_ptr(),
             rotation.cos.data_ptr(),
             rotation.sin.data_ptr(),
@@ -86,18 +88,18 @@ class CpuKernels:
             q_norm.data_ptr() if q_norm is not None else 0,
             k_norm.data_ptr() if k_norm is not None else 0,
             q.data_ptr(),
-            (tokens, num_heads, kv_heads, size, rotation.cos.shape[0], target.keys.shape[0]),
-            has_norm,
-            eps,
+            *(tokens, num_heads, kv_heads, size, rotation.cos.shape[0], target.keys.shape[0]),
+            _bits(eps),
+            alone=tokens <= FEW_ROWS,
         )
         return q
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, width = gate_up.shape
-        if tokens > MAX_ROWS or not gate_up.is_contiguous():
+        if not gate_up.is_contiguous():
             return self._torch.silu_mul(gate_up)
         out = gate_up.new_empty(tokens, width // 2)
-        self._compiled.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
+        self._compiled.silu_mul.run(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2, alone=tokens <= FEW_ROWS)
         return out
 
     def attend(
@@ -130,10 +132,16 @@ class CpuKernels:
 
 
 class _Compiled(NamedTuple):
-    rms_norm: Callable[..., None]
-    rope_store: Callable[..., None]
-    silu_mul: Callable[..., None]
+    rms_norm: SharedWork
+    rope_store: SharedWork
+    silu_mul: SharedWork
     attend: SharedWork
+
+
+@cache
+def _bits(number: float) -> int:
+    """Those of a float64, as an int64."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 @cache  # compiled code is the same for every engine of a process
@@ -141,23 +149,29 @@ def _kernels(cell: Any) -> _Compiled:
     """The kernels over memory cells of one type: float32, or uint16 for the bits of bfloat16."""
 
     @_compile
-    def rms_norm(x_at, weight_at, out_at, rows, size, eps):
+    def rms_norm(data):
+        _, x_at, weight_at, out_at, rows, size = carray(data, (6,), np.int64)
+        eps = carray(data, (7,), np.float64)[6]
         x, out = carray(_pointer(x_at), (rows, size), cell), carray(_pointer(out_at), (rows, size), cell)
         weight = carray(_pointer(weight_at), (size,), cell)
-        for row in range(rows):
-            total = np.float32(0)
-            for i in range(size):
-                value = _widen(x[row, i])
-                total += value * value
-            scale = np.float32(1 / math.sqrt(total / size + eps))
-            for i in range(size):
-                out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
+        first = next_share(data) * _SHARE
+        while first < rows:
+            for row in range(first, min(first + _SHARE, rows)):
+                total = np.float32(0)
+                for i in range(size):
+                    value = _widen(x[row, i])
+                    total += value * value
+                scale = np.float32(1 / math.sqrt(total / size + eps))
+                for i in range(size):
+                    out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
+            first = next_share(data) * _SHARE
 
     @_compile
-    def rope_store(
-        qkv_at, cos_at, sin_at, positions_at, keys_at, values_at, cells_at, q_norm_at, k_norm_at, q_at, sizes, norm, eps
-    ):
-        tokens, num_heads, kv_heads, size, context, num_cells = sizes
+    def rope_store(data):
+        numbers = carray(data, (17,), np.int64)
+        _, qkv_at, cos_at, sin_at, positions_at, keys_at, values_at, cells_at, q_norm_at, k_norm_at, q_at = numbers[:11]
+        tokens, num_heads, kv_heads, size, context, num_cells = numbers[11:]
+        eps = carray(data, (18,), np.float64)[17]
         half = size // 2
         qkv = carray(_pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), cell)
         cos, sin = carray(_pointer(cos_at), (context, half), cell), carray(_pointer(sin_at), (context, half), cell)
@@ -167,48 +181,56 @@ def _kernels(cell: Any) -> _Compiled:
         values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
         q_norm, k_norm = carray(_pointer(q_norm_at), (size,), cell), carray(_pointer(k_norm_at), (size,), cell)
         q = carray(_pointer(q_at), (tokens, num_heads, size), cell)
+        norm = q_norm_at != 0 and k_norm_at != 0
         values_of_head = np.empty(size, np.float32)
-        for token in range(tokens):
-            position, target = positions[token], cells[token]
-            for head in range(num_heads + kv_heads):
-                is_query = head < num_heads
-                for i in range(size):
-                    values_of_head[i] = _widen(qkv[token, head, i])
-                if norm:
-                    total = np.float32(0)
+        first = next_share(data) * _SHARE
+        while first < tokens:
+            for token in range(first, min(first + _SHARE, tokens)):
+                position, target = positions[token], cells[token]
+                for head in range(num_heads + kv_heads):
+                    is_query = head < num_heads
                     for i in range(size):
-                        total += values_of_head[i] * values_of_head[i]
-                    scale = np.float32(1 / math.sqrt(total / size + eps))
+                        values_of_head[i] = _widen(qkv[token, head, i])
+                    if norm:
+                        total = np.float32(0)
+                        for i in range(size):
+                            total += values_of_head[i] * values_of_head[i]
+                        scale = np.float32(1 / math.sqrt(total / size + eps))
+                        for i in range(size):
+                            weight = _widen(q_norm[i]) if is_query else _widen(k_norm[i])
+                            values_of_head[i] *= scale * weight
+                    for i in range(half):
+                        a, b = values_of_head[i], values_of_head[half + i]
+                        c, s = _widen(cos[position, i]), _widen(sin[position, i])
+                        values_of_head[i] = a * c - b * s
+                        values_of_head[half + i] = b * c + a * s
+                    if is_query:
+                        for i in range(size):
+                            q[token, head, i] = _narrow(values_of_head[i], cos[0, 0])
+                    else:
+                        for i in range(size):
+                            keys[target, head - num_heads, i] = _narrow(values_of_head[i], cos[0, 0])
+                for head in range(kv_heads):
                     for i in range(size):
-                        weight = _widen(q_norm[i]) if is_query else _widen(k_norm[i])
-                        values_of_head[i] *= scale * weight
-                for i in range(half):
-                    a, b = values_of_head[i], values_of_head[half + i]
-                    c, s = _widen(cos[position, i]), _widen(sin[position, i])
-                    values_of_head[i] = a * c - b * s
-                    values_of_head[half + i] = b * c + a * s
-                if is_query:
-                    for i in range(size):
-                        q[token, head, i] = _narrow(values_of_head[i], cos[0, 0])
-                else:
-                    for i in range(size):
-                        keys[target, head - num_heads, i] = _narrow(values_of_head[i], cos[0, 0])
-            for head in range(kv_heads):
-                for i in range(size):
-                    values[target, head, i] = qkv[token, num_heads + kv_heads + head, i]
+                        values[target, head, i] = qkv[token, num_heads + kv_heads + head, i]
+            first = next_share(data) * _SHARE
 
     @_compile
-    def silu_mul(gate_up_at, out_at, tokens, size):
+    def silu_mul(data):
+        _, gate_up_at, out_at, tokens, size = carray(data, (5,), np.int64)
         gate_up = carray(_pointer(gate_up_at), (tokens, 2, size), cell)
         out = carray(_pointer(out_at), (tokens, size), cell)
-        for token in range(tokens):
-            for i in range(size):
-                gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
-                out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
+        first = next_share(data) * _SHARE
+        while first < tokens:
+            for token in range(first, min(first + _SHARE, tokens)):
+                for i in range(size):
+                    gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
+                    out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
+            first = next_share(data) * _SHARE
 
-    @cfunc("void(voidptr)", **_OPTIONS)
+    @_compile
     def attend(data):
-        numbers = carray(data, (_ATTEND_NUMBERS,), np.int64)
+        numbers = carray(data, (15,), np.int64)
         _, q_at, keys_at, values_at, page_table_at, lengths_at, out_at = numbers[:7]
         rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
         group = num_heads // kv_heads
@@ -263,7 +285,7 @@ def _kernels(cell: Any) -> _Compiled:
                     out[row, kv_head, head, i] = _narrow(mix[head, i], keys[0, 0, 0])
             share = next_share(data)
 
-    return _Compiled(rms_norm, rope_store, silu_mul, SharedWork(attend))
+    return _Compiled(SharedWork(rms_norm), SharedWork(rope_store), SharedWork(silu_mul), SharedWork(attend))
 
 
 @intrinsic

@@ -7,6 +7,7 @@ nothing of what is computed.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +25,17 @@ class SharedWork:
         self._alone: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
         self._together = _parallel_call()
 
-    def run(self, *numbers: int) -> None:
+    def run(self, *numbers: int, alone: bool = False) -> None:
         """Run the kernel on every thread; it finds int64s at its address: 0, for `next_share`, and then `numbers`.
 
-        On this thread alone where PyTorch's are not OpenMP's, as in builds for macOS.
+        On this thread alone where that is asked for, or PyTorch's are not OpenMP's, as in builds for macOS.
         """
-        data = (ctypes.c_int64 * (1 + len(numbers)))(0, *numbers)
-        threads = torch.get_num_threads()
-        if self._together is None or threads == 1:
-            self._alone(ctypes.addressof(data))
+        data = array("q", (0, *numbers))
+        address, _ = data.buffer_info()
+        if alone or self._together is None or (threads := torch.get_num_threads()) == 1:
+            self._alone(address)
         else:
-            self._together(self._kernel.address, ctypes.addressof(data), threads, 0)
+            self._together(self._kernel.address, address, threads, 0)
 
 
 def _parallel_call() -> Callable[[int, int, int, int], None] | None:
