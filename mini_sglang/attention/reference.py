@@ -33,8 +33,8 @@ class ReferenceBackend:
         return ReferencePlan(self._pool, metadata, self._dtype, self._window)
 
 
-class DecodeRows(Protocol):
-    """Rows of a step that compute one token each."""
+class DecodeAttention(Protocol):
+    """Attention of those rows of a step that compute one token each."""
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
@@ -53,7 +53,7 @@ class ReferencePlan:
         metadata: AttentionMetadata,
         dtype: torch.dtype,
         window: int | None,
-        decode: Callable[[list[int]], DecodeRows] | None = None,
+        decode: Callable[[list[int]], DecodeAttention] | None = None,
     ) -> None:
         self._pool = pool
         device = metadata.page_table.device
