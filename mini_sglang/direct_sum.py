@@ -9,7 +9,11 @@ once. A lost rank leaves the others waiting, until their process ends.
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
+import torch._C._distributed_c10d as _c10d
 import torch.distributed._symmetric_memory as symmetric_memory
 
 _PUSH_BYTES = 256 << 10  # between two GPUs all that goes through here: no way sends less
@@ -20,18 +24,28 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class DirectSum:
-    """Sums tensors of `dtype` over the `size` ranks of the process group `group`, registered by name, in any step."""
+    """Sums tensors of `dtype` over all ranks, in any step."""
 
-    def __init__(self, group: str, rank: int, size: int, device: torch.device, dtype: torch.dtype) -> None:
-        """All ranks make theirs at the same time. Raises RuntimeError where GPUs cannot reach each other's memory."""
+    def __init__(self, store: Any, nccl: Any, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Meet the ranks of `nccl`, a process group, at `store`; all make theirs at the same time.
+
+        `name` is the same on all ranks, and new. Raises RuntimeError where GPUs cannot reach each other's memory.
+        """
         from mini_sglang.kernels.push_sum import push_sum  # Triton, where there are GPUs
 
-        self._group, self._rank, self._dtype, self._push_sum = group, rank, dtype, push_sum
+        rank, size = nccl.rank(), nccl.size()
+        self._store = CountingFromZero(store)
+        group: Any = _c10d.ProcessGroup(self._store, rank, size)  # by whose name symmetric memory finds the other ranks
+        group._set_default_backend(_c10d.ProcessGroup.BackendType.NCCL)
+        group._register_backend(device, _c10d.ProcessGroup.BackendType.NCCL, nccl)
+        group._set_group_name(name)
+        _c10d._register_process_group(name, group)  # type: ignore[arg-type]  # takes a name
+        self._group, self._rank, self._dtype, self._push_sum = name, rank, dtype, push_sum
         self.push_bytes = _MAX_BYTES if size == 2 else _PUSH_BYTES
         self.max_bytes = _MAX_BYTES if size == 2 or size in _TWO_SHOT_SIZES else _PUSH_BYTES
         self._inbox = symmetric_memory.empty(2, size, self.push_bytes // 4, dtype=torch.int64, device=device)
         self._inbox.zero_()
-        handle = symmetric_memory.rendezvous(self._inbox, group)  # type: ignore[arg-type]  # takes a name
+        handle = symmetric_memory.rendezvous(self._inbox, name)  # type: ignore[arg-type]  # takes a name
         self._inboxes = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._count = torch.zeros(2, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
@@ -39,7 +53,7 @@ class DirectSum:
         self._two_shot: torch.Tensor | None = None
         if self.max_bytes > self.push_bytes:
             self._two_shot = symmetric_memory.empty(self.max_bytes // dtype.itemsize, dtype=dtype, device=device)
-            symmetric_memory.rendezvous(self._two_shot, group)  # type: ignore[arg-type]
+            symmetric_memory.rendezvous(self._two_shot, name)  # type: ignore[arg-type]
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x is small and suits the kernels."""
@@ -61,3 +75,34 @@ class DirectSum:
         """Whether the first `devices` GPUs of this node can read each other's memory, and the kernels sum `dtype`."""
         pairs = ((one, other) for one in range(devices) for other in range(devices) if one != other)
         return dtype in DTYPES and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+
+
+class CountingFromZero(_c10d.Store):
+    """A store for the ranks of one engine, whose exchanges are numbered from zero.
+
+    torch's symmetric memory numbers them by process. The first rank's process may have had other engines before, the
+    others' are new: each would wait for what the other has written under another number.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}  # torch's to ours
+
+    def _key(self, key: str) -> str:
+        return re.sub(r"(?<=SymmetricMemory/)\d+", self._number, key)
+
+    def _number(self, found: re.Match[str]) -> str:
+        return str(self._numbers.setdefault(found[0], len(self._numbers)))
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(self._key(key)))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._store.add(self._key(key), value))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)

@@ -176,12 +176,7 @@ def connect_gpus(
         nccl.eager_connect_single_device(device)
     small_sums, in_order = None, in_order and size > 2
     if direct and not in_order and DirectSum.is_possible(dtype, size):
-        group = _c10d.ProcessGroup(store, rank, size)  # by whose name symmetric memory finds the other ranks
-        group._set_default_backend(_c10d.ProcessGroup.BackendType.NCCL)
-        group._register_backend(device, _c10d.ProcessGroup.BackendType.NCCL, nccl)
-        group._set_group_name(name)
-        _c10d._register_process_group(name, group)
-        small_sums = DirectSum(name, rank, size, device, dtype)
+        small_sums = DirectSum(store, nccl, name, device, dtype)
     if rank == 0:
         small = "NCCL too" if small_sums is None else "symmetric memory"
         logger.info("%d ranks sum through NCCL, small tensors through %s", size, small)
