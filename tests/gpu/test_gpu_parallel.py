@@ -52,7 +52,8 @@ def test_every_family(
     family: str, write_checkpoint: Any, on_gpu: Any, generate: Any, greedy: Any, ragged_prompts: Any
 ) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in family else {}
-    checkpoint = write_checkpoint(family, num_attention_heads=6, num_key_value_heads=3, head_dim=64, **experts)
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64}
+    checkpoint = write_checkpoint(family, **heads, **experts)
     prompts = ragged_prompts(8, 320)
     with on_gpu(checkpoint.path, tp=2) as engine:
         assert generate(engine, prompts) == [greedy(checkpoint.model, prompt) for prompt in prompts]
@@ -78,6 +79,6 @@ def test_a_lost_rank_ends_all(tiny_model: Any, signal_number: signal.Signals, sc
     [worker] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
     os.kill(worker, signal_number)
     _, log = process.communicate(timeout=15)
-    assert process.returncode == 1
+    assert process.returncode == 1, log.decode()
     assert b"rank 1 was " in log
     assert not Path(f"/proc/{worker}").exists()
