@@ -58,6 +58,7 @@ class TritonBackend:
             self._long = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
             # that of graphs too, whose steps are short
             self._short = short_prefill_tuning(self._long, pool.head_dim, dtype)
+        self._each_row = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.decode = PagedDecode(
             max_rows=max_rows,
             num_heads=num_heads,
@@ -102,8 +103,7 @@ class TritonBackend:
 
         page_table [R, pages], cells [R] int64, lengths [R] int32: tokens that each row sees, its own included.
         """
-        tokens = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
-        self.decode.plan(lengths, tokens, split_tokens=self.split_tokens(len(lengths)))
+        self.decode.plan(lengths, self._each_row[: len(lengths)], split_tokens=self.split_tokens(len(lengths)))
         return TritonDecodePlan(self, page_table, cells)
 
     def plan_prompts(

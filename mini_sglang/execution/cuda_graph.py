@@ -6,6 +6,7 @@ sizes are filled up with an idle slot, whose row computes and changes nothing th
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -50,9 +51,12 @@ class StepGraphs:
                 prepare(size)
             step(size)  # compiles what is compiled on first use
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph(keep_graph=size == 1)
             with torch.cuda.graph(graph, pool=pool):
                 outputs = step(size)
+            if size == 1:
+                share_memory_alike(graph, _ONE_STREAM_SHARED)
+                graph.instantiate()
             self._graphs[size] = (graph, outputs)
 
     def size_for(self, count: int) -> int:
@@ -113,3 +117,34 @@ def graph_sizes(max_rows: int) -> list[int]:
     """1, 2, 4 and the multiples of 8 up to `max_rows`, which is always the last."""
     sizes = [size for size in (1, 2, 4, *range(8, max_rows, 8)) if size < max_rows]
     return [*sizes, max_rows]
+
+
+def share_memory_alike(graph: torch.cuda.CUDAGraph, percent: int) -> None:
+    """Have all kernels of a captured graph ask for `percent` of what can be shared memory, or what they need of it.
+
+    Kernels that divide a multiprocessor's memory differently cannot be on it at once, even where the next may start
+    before the last has ended (`kernels/overlap.py`); and the driver, unasked, divides it for each kernel alone. The
+    graph is not instantiated yet.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    number = ctypes.c_size_t()
+    raw_graph = ctypes.c_void_p(graph.raw_cuda_graph())
+    _check(driver.cuGraphGetNodes(raw_graph, None, ctypes.byref(number)))
+    nodes = (ctypes.c_void_p * number.value)()
+    _check(driver.cuGraphGetNodes(raw_graph, nodes, ctypes.byref(number)))
+    value = (ctypes.c_uint * 16)(percent)  # a CUlaunchAttributeValue, of 64 bytes
+    for node in map(ctypes.c_void_p, nodes):
+        kind = ctypes.c_int()
+        _check(driver.cuGraphNodeGetType(node, ctypes.byref(kind)))
+        if kind.value == _KERNEL_NODE:
+            _check(driver.cuGraphKernelNodeSetAttribute(node, _SHARED_MEMORY_CARVEOUT, value))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"the CUDA driver refused to read or change a graph: error {status}")
+
+
+_ONE_STREAM_SHARED = 25  # percent; with one row few programs of attention meet on a multiprocessor
+_KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
+_SHARED_MEMORY_CARVEOUT = 14  # CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

@@ -223,7 +223,7 @@ class Ranks:
     def check(self) -> None:
         """Raise RankError if a rank has failed."""
         if self._failure is not None:
-            self._noticed.set()
+            self._let_monitor_end()
             raise RankError(self._failure)
 
     @contextmanager
@@ -235,10 +235,10 @@ class Ranks:
             yield
         except CollectiveError as error:
             self._failed.wait(TICK_S * (_VERDICT_TICKS + SILENT_TICKS))  # the monitor finds out who it was
-            self._noticed.set()
+            self._let_monitor_end()
             raise RankError(self._failure or str(error)) from error
         except Exception as error:
-            self._noticed.set()
+            self._let_monitor_end()
             if self._failure is None or isinstance(error, RankError):
                 raise
             raise RankError(self._failure) from error
@@ -270,6 +270,12 @@ class Ranks:
             self._parallel.abort()
         self._context.destroy(linger=1000)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _let_monitor_end(self) -> None:
+        """After a failure: a process that ends while the monitor aborts what NCCL does is itself aborted."""
+        self._noticed.set()
+        if self._failure is not None:
+            self._monitor.join(_GRACE_S)
 
     def _watch(self) -> None:
         """The monitor: listens to reports and looks after this node's workers, until `close` or the first failure."""

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mini_sglang.kernels.overlap import await_inputs, overlapped
+
 _BLOCK = 512  # page ids copied at a time
 _PAGES_AT_ONCE = 128  # fetched from the host's memory
 _TOKENS_AT_ONCE = 128  # written to it
@@ -60,6 +62,7 @@ def decode_inputs(
         PAGE_SIZE=page_size,
         BLOCK=_BLOCK,
         num_warps=4,
+        **overlapped(device),
     )
     return inputs
 
@@ -115,7 +118,15 @@ def leave_tokens(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tenso
     depth, capacity = ring.shape
     rows = len(token_ids)
     _leave_tokens_kernel[(triton.cdiv(rows, _TOKENS_AT_ONCE),)](
-        token_ids, begun, ring, rows, DEPTH=depth, CAPACITY=capacity, BLOCK=_TOKENS_AT_ONCE, num_warps=4
+        token_ids,
+        begun,
+        ring,
+        rows,
+        DEPTH=depth,
+        CAPACITY=capacity,
+        BLOCK=_TOKENS_AT_ONCE,
+        num_warps=4,
+        **overlapped(token_ids.device),
     )
 
 
@@ -140,8 +151,16 @@ def _take_pages_kernel(ring, begun, page_table, DEPTH: tl.constexpr, CAPACITY: t
 
 @triton.jit(do_not_specialize=["rows"])
 def _leave_tokens_kernel(
-    token_ids, begun, ring, rows, DEPTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+    token_ids,
+    begun,
+    ring,
+    rows,
+    DEPTH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = ring + (tl.load(begun) - 1) % DEPTH * CAPACITY
     token_id = tl.load(token_ids + row, mask=row < rows)
@@ -163,7 +182,9 @@ def _decode_inputs_kernel(
     pages,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(num_computed + slot)

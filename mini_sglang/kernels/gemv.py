@@ -4,7 +4,7 @@ A step of one stream reads every weight once and does next to nothing with it. S
 between two products too: the norm before it, the gating or the residual behind it; and it fetches its first weights
 while the kernel before it still runs (`overlap.py`). Beside the kernel stands its PyTorch twin.
 
-A program computes BLOCK_N outputs (twice as many with gating), walking along K with the next tile on its way.
+A program computes BLOCK_N outputs (twice as many with gating), walking along K with the next tiles on their way.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -27,11 +27,12 @@ MAX_ROWS = 2  # for more the tensor cores are worth their launches
 
 @dataclass(frozen=True)
 class GemvTuning:
-    """How the matrix is cut: outputs and inputs per tile, and warps per program."""
+    """How the matrix is cut: outputs and inputs per tile, warps per program, and tiles that are on their way."""
 
     block_n: int
     block_k: int
     num_warps: int = 1
+    ahead: int = 1  # or 2
 
 
 def gemv_tuning(n: int, k: int, *, normed: bool, gated: bool) -> GemvTuning:
@@ -42,13 +43,13 @@ def gemv_tuning(n: int, k: int, *, normed: bool, gated: bool) -> GemvTuning:
     """
     whole = triton.next_power_of_2(k)
     if k <= 1024:
-        return GemvTuning(block_n=4, block_k=whole, num_warps=4 if gated else 1)
+        return GemvTuning(block_n=2, block_k=512) if gated else GemvTuning(block_n=4, block_k=whole)
     if gated:
-        return GemvTuning(block_n=4 if k <= 4096 else 2, block_k=512)
+        return GemvTuning(block_n=4, block_k=512) if k <= 4096 else GemvTuning(block_n=2, block_k=1024, ahead=2)
     if n > 32768:  # a vocabulary
         return GemvTuning(block_n=8, block_k=512)
     if normed:
-        return GemvTuning(block_n=2, block_k=512)
+        return GemvTuning(block_n=2, block_k=512) if k <= 4096 else GemvTuning(block_n=4, block_k=512, ahead=2)
     if k <= 4096 and n <= 2048:
         return GemvTuning(block_n=4, block_k=whole, num_warps=4)
     return GemvTuning(block_n=2 if n <= 4096 else 4, block_k=1024, num_warps=1 if k <= 8192 else 2)
@@ -102,6 +103,7 @@ def gemv(
         NORM=norm is not None,
         GATED=gated,
         RESIDUAL=residual is not None,
+        AHEAD=tuning.ahead,
         num_warps=tuning.num_warps,
         **overlapped(x.device),
     )
@@ -147,6 +149,7 @@ def _gemv_kernel(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -155,8 +158,13 @@ def _gemv_kernel(
     first = weight + outputs.to(tl.int64)[:, None] * K + at[None, :]
     second = first + N * K  # of the up half, with GATED
     there = (outputs < N)[:, None]
-    tile = tl.load(first, mask=there & (at < K)[None, :], other=0.0)
-    tile_up = tl.load(second, mask=there & (at < K)[None, :], other=0.0) if GATED else tile
+    inner = there & (at < K)[None, :]
+    tile = tl.load(first, mask=inner, other=0.0)
+    tile_up = tl.load(second, mask=inner, other=0.0) if GATED else tile
+    if AHEAD > 1:
+        inner = there & (BLOCK_K + at < K)[None, :]
+        waiting = tl.load(first + BLOCK_K, mask=inner, other=0.0)
+        waiting_up = tl.load(second + BLOCK_K, mask=inner, other=0.0) if GATED else waiting
     if NORM and K <= BLOCK_K:
         scale = tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
     places = out + (row * N)[:, None] + outputs[None, :]
@@ -178,15 +186,21 @@ def _gemv_kernel(
             if K > BLOCK_K:
                 scale = tl.load(norm + k + at, mask=inside, other=0.0).to(tl.float32)
             values *= scale[None, :]
-        ahead = k + BLOCK_K
-        ahead_mask = there & (ahead + at < K)[None, :]
-        next_tile = tl.load(first + ahead, mask=ahead_mask, other=0.0)
+        ahead = k + AHEAD * BLOCK_K
+        inner = there & (ahead + at < K)[None, :]
+        coming = tl.load(first + ahead, mask=inner, other=0.0)
         acc += tl.sum(values[:, None, :] * tile.to(tl.float32)[None, :, :], 2)
-        tile = next_tile
+        tile = coming
+        if AHEAD > 1:
+            tile = waiting
+            waiting = coming
         if GATED:
-            next_up = tl.load(second + ahead, mask=ahead_mask, other=0.0)
+            coming_up = tl.load(second + ahead, mask=inner, other=0.0)
             acc_up += tl.sum(values[:, None, :] * tile_up.to(tl.float32)[None, :, :], 2)
-            tile_up = next_up
+            tile_up = coming_up
+            if AHEAD > 1:
+                tile_up = waiting_up
+                waiting_up = coming_up
     if NORM:
         inverse_rms = tl.rsqrt(squares / K + eps)[:, None]
         acc *= inverse_rms

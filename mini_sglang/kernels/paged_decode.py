@@ -148,6 +148,7 @@ class PagedDecode:
             WINDOW=self._window,
             FIELDS=_FIELDS,
             num_warps=4,
+            **overlapped(lengths.device),
         )
         self._planned = self._items, self._num_items, rows * self._tuning.max_splits
 
@@ -291,8 +292,10 @@ def _plan_kernel(
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     FIELDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per row writes its items: whole splits of long rows first, all last splits behind them."""
+    await_inputs(OVERLAP)
     row = tl.program_id(0)
     others = tl.arange(0, ROWS)
     length = tl.load(lengths + row)

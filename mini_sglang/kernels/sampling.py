@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from mini_sglang.kernels.overlap import await_inputs, overlapped
+
 _PROGRAMS = 1056  # that race at the same time: eight on each multiprocessor of an H100
 _BLOCK = 2048  # tokens that share one winner in the first list
 _GROUP = 32  # tokens that share one entry in the list of largest logits
@@ -82,6 +84,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         GROUP=_GROUP,
         SETTINGS=NUM_SETTINGS,
         num_warps=8,
+        **overlapped(device),
     )
     _choose_kernel[(rows,)](
         logits,
@@ -109,6 +112,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         TILE=_TILE,
         SETTINGS=NUM_SETTINGS,
         num_warps=16,
+        **overlapped(device),
     )
     return token_ids
 
@@ -132,6 +136,7 @@ def _race_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     SETTINGS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program finds the winners of consecutive blocks of a row, but for blocks that cannot hold the row's.
 
@@ -139,6 +144,7 @@ def _race_kernel(
     how many programs share a row. Most blocks are passed over for two instructions a token instead of two logarithms:
     a time -log(1 - u) is at least u, so a token whose u is too late to beat the best score so far has lost.
     """
+    await_inputs(OVERLAP)
     row, first_block = tl.program_id(0).to(tl.int64), tl.program_id(1) * blocks_per_program
     slot = tl.load(slots + row)
     if slot == idle_slot:
@@ -210,8 +216,10 @@ def _choose_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     SETTINGS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program finds the winner of a row's blocks, races again while a filter forbids it, and writes it down."""
+    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot == idle_slot:

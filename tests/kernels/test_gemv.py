@@ -22,11 +22,11 @@ def operands(
 
 def check(x: torch.Tensor, weight: torch.Tensor, **extras: Any) -> None:
     expected = gemv_reference(x, weight, **extras)
-    if extras.get("residual") is not None:
-        extras["residual"] = extras["residual"].clone()
-    actual = gemv(x, weight, tuning=GemvTuning(block_n=4, block_k=64), **extras)
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[x.dtype]
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    residual = extras.pop("residual", None)
+    for tuning in (GemvTuning(block_n=4, block_k=64), GemvTuning(block_n=4, block_k=32, ahead=2)):
+        actual = gemv(x, weight, tuning=tuning, residual=None if residual is None else residual.clone(), **extras)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
