@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/all_reduce.py [--json FILE]
 
-The limits in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed.
+The limits in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed. Most
+sums of a model are "+ residual".
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mini_sglang.parallel import connect_gpus
 
 HIDDEN = 5120
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+Sum = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 REPEATS = 50  # in one graph, as the layers of a model follow each other
 
 
@@ -36,18 +38,19 @@ def main() -> None:
     collectives = parallel._collectives
     assert collectives is not None
     direct, collectives._direct = collectives._direct, None
-    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"NCCL": collectives.sum}
+    sums: dict[str, Sum] = {"NCCL": collectives.sum}
     if direct is not None:
-        ways["direct"] = direct.sum
+        sums["direct"] = direct.sum
+    ways = [f"{name}{residual}" for name in sums for residual in ("", " + residual")]
     table = Table("rows", "KiB", *(f"{way}, us" for way in ways), title=f"{size} GPUs, {HIDDEN} bfloat16")
     figures: dict[int, dict[str, float]] = {}  # rows -> way -> microseconds
     for rows in ROWS:
         x = torch.full((rows, HIDDEN), rank + 1.0, dtype=torch.bfloat16, device="cuda")
-        times = figures[rows] = {
-            way: _microseconds(add_up, x, size)
-            for way, add_up in ways.items()
-            if way == "NCCL" or direct is None or direct.takes(x)
-        }
+        times = figures[rows] = {}
+        for name, add_up in sums.items():
+            if name == "NCCL" or direct is None or direct.takes(x):
+                times[name] = _microseconds(add_up, x, None, size)
+                times[f"{name} + residual"] = _microseconds(add_up, x, torch.ones_like(x), size)
         table.add_row(str(rows), str(x.nbytes >> 10), *(f"{times[way]:.1f}" if way in times else "" for way in ways))
     if rank == 0:
         Console().print(table)
@@ -57,16 +60,16 @@ def main() -> None:
     os._exit(0)
 
 
-def _microseconds(add_up: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, size: int) -> float:
-    total = add_up(x.clone())
-    if not (total == size * (size + 1) / 2).all():
+def _microseconds(add_up: Sum, x: torch.Tensor, residual: torch.Tensor | None, size: int) -> float:
+    total = add_up(x.clone(), residual)
+    if not (total == size * (size + 1) / 2 + (0 if residual is None else 1)).all():
         raise ValueError(f"{add_up} gave {total.flatten()[:4].tolist()}")
     work = torch.zeros_like(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(REPEATS):
-            add_up(work)
+            add_up(work, residual)
     times: list[float] = []
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -60,15 +60,15 @@ class DirectSum:
         fits = x.nbytes <= self.max_bytes and x.dtype == self._dtype and x.is_contiguous()
         return fits and not x.nbytes % _ALIGNMENT and not x.storage_offset() * x.dtype.itemsize % _ALIGNMENT
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x, which becomes the sum of all ranks'."""
+    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x, which becomes the sum of all ranks', plus `residual`: like x, and the same on all ranks."""
         if self._two_shot is None or x.nbytes <= self.push_bytes:
-            self._push_sum(x, self._inbox, self._inboxes, self._count, self._rank)
+            self._push_sum(x, self._inbox, self._inboxes, self._count, self._rank, residual)
             return x
         buffer = self._two_shot[: x.numel()].view(x.shape)
         buffer.copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._group, x)
-        return x
+        return x if residual is None else x.add_(residual)
 
     @staticmethod
     def is_possible(dtype: torch.dtype, devices: int) -> bool:

@@ -52,11 +52,15 @@ class TensorParallel:
         """This rank's part of attention."""
         return shard_heads(num_heads, num_kv_heads, self.rank, self.size)
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x (contiguous), of which x is the memory or may be overwritten; same bits everywhere"""
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of all ranks' x (contiguous), of which x is the memory or may be overwritten; same bits everywhere
+
+        Plus `residual`, which is like x, and the same on all ranks. It comes last: terms are small beside it, and would
+        be rounded at its magnitude.
+        """
         if self._collectives is None or not x.numel():
-            return x
-        return self._collectives.sum(x)
+            return x if residual is None else x.add_(residual)
+        return self._collectives.sum(x, residual)
 
     def all_gather(self, x: torch.Tensor, width: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """All ranks' x [rows, n] side by side, cut to `width` columns -> [rows, width], in `out` where that is given"""
@@ -96,25 +100,30 @@ class Collectives:
         self._direct = direct  # for small tensors
         self._in_order = in_order
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if self._in_order:
-            return self._sum_in_order(x)
+    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if self._direct is not None and self._direct.takes(x):
-            return self._direct.sum(x)
+            return self._direct.sum(x, residual)
+        if self._in_order:
+            return self._sum_in_order(x, residual)
         options = _c10d.AllreduceOptions()
         options.asyncOp = False  # on a GPU: in the stream that computes, so that it can lie in a graph
         with _told_apart():
             _wait(self._group.allreduce([x], options))
-        return x
+        return x if residual is None else x.add_(residual)
 
-    def _sum_in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """In the order of the ranks, in float32; NCCL's depends on a tensor's size and an element's place in it"""
+    def _sum_in_order(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """In the order of the ranks, in float32, rounded once, as `push_sum` does it
+
+        NCCL's order depends on a tensor's size and an element's place in it, and it rounds before the residual.
+        """
         size = self._group.size()
         parts = x.new_empty(size, *x.shape)
         self.gather(parts.view(size * x.shape[0], *x.shape[1:]), x)
         total = parts[0].float()
         for part in parts[1:]:
             total += part
+        if residual is not None:
+            total += residual
         return total.to(x.dtype)
 
     def gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -166,7 +175,7 @@ def connect_gpus(
 
     Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new. With `direct` small tensors are
     summed through symmetric memory, where the GPUs, all of this node, can read each other's. With `in_order` the bits
-    of a sum depend on its terms alone, not on what else is summed with it; two ranks have but one order.
+    of a sum depend on its terms alone, not on what else is summed with it.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     options = _c10d.ProcessGroupNCCL.Options()
@@ -174,8 +183,9 @@ def connect_gpus(
     with _told_apart():
         nccl = _c10d.ProcessGroupNCCL(store, rank, size, options)
         nccl.eager_connect_single_device(device)
-    small_sums, in_order = None, in_order and size > 2
-    if direct and not in_order and DirectSum.is_possible(dtype, size):
+    small_sums = None
+    direct = direct and not (in_order and size > 2)  # between two all goes through push_sum, which sums in order
+    if direct and DirectSum.is_possible(dtype, size):
         small_sums = DirectSum(store, nccl, name, device, dtype)
     if rank == 0:
         small = "NCCL too" if small_sums is None else "symmetric memory"

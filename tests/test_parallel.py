@@ -43,22 +43,47 @@ def test_sums_have_the_same_bits_on_all_ranks(on_ranks: OnRanks, dtype: torch.dt
     torch.testing.assert_close(sums[0].double(), expected, atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_residual_is_added_once_and_takes_no_bits_from_the_parts(on_ranks: OnRanks, in_order: bool) -> None:
+    def part(rank: int) -> torch.Tensor:
+        return torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+    residual = 100 * part(7)
+
+    def work(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+        assert parallel._collectives is not None
+        parallel._collectives._in_order = in_order
+        mine = part(parallel.rank)
+        together = parallel.all_reduce(mine.clone(), residual.clone())
+        return together, parallel.all_reduce(mine + residual if parallel.rank == 0 else mine)
+
+    sums = on_ranks(work)
+    expected = torch.stack([residual, *(part(rank) for rank in range(len(sums)))]).double().sum(0)
+    errors = [(total.double() - expected).square().mean().sqrt() for total in sums[0]]
+    assert errors[0] < 0.85 * errors[1]
+    assert all(together.equal(sums[0][0]) for together, _ in sums)
+
+
 def test_sums_in_order_have_the_bits_of_each_row_alone(on_ranks: OnRanks) -> None:
     def parts(rank: int) -> torch.Tensor:
         return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+    residual = 100 * parts(7)
 
     def work(parallel: TensorParallel) -> torch.Tensor:
         assert parallel._collectives is not None
         parallel._collectives._in_order = True
         mine = parts(parallel.rank)
-        together = parallel.all_reduce(mine.clone())
-        assert together.equal(torch.cat([parallel.all_reduce(row.clone()) for row in mine.split(1)]))
+        together = parallel.all_reduce(mine.clone(), residual)
+        rows = zip(mine.split(1), residual.split(1), strict=True)
+        assert together.equal(torch.cat([parallel.all_reduce(row.clone(), below) for row, below in rows]))
         return together
 
     sums = on_ranks(work)
     in_order = torch.zeros(5, 7)
     for rank in range(len(sums)):
         in_order += parts(rank)
+    in_order += residual
     assert all(total.equal(in_order.bfloat16()) for total in sums)
 
 
@@ -93,6 +118,7 @@ def test_the_minimum_of_all_ranks(on_ranks: OnRanks) -> None:
 def test_one_rank_is_the_identity() -> None:
     x = torch.ones(2, 3)
     assert SINGLE.all_reduce(x) is x
+    assert SINGLE.all_reduce(x.clone(), x).equal(2 * x)
     assert SINGLE.all_gather(x, 3) is x
     assert SINGLE.minimum(7) == 7
 

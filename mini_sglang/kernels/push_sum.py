@@ -24,12 +24,19 @@ _BLOCK = 512  # words of 4 bytes that a program sends or adds up at a time
 _PROGRAMS = 528  # at most: all are on the GPU at once, and few of them ask whether the others' words are there
 
 
-def push_sum(x: torch.Tensor, inbox: torch.Tensor, inboxes: torch.Tensor, count: torch.Tensor, rank: int) -> None:
+def push_sum(
+    x: torch.Tensor,
+    inbox: torch.Tensor,
+    inboxes: torch.Tensor,
+    count: torch.Tensor,
+    rank: int,
+    residual: torch.Tensor | None = None,
+) -> None:
     """Replace x by its sum over the ranks, added in their order in float32 and rounded once; all call it alike.
 
     x bfloat16 or float32, contiguous, of 4 n bytes; inbox [2, ranks, capacity >= n] int64, this rank's own, at first
     zero; inboxes [ranks] int64: the addresses of all ranks' inboxes; count [2] int32, at first zero: sums so far, and
-    programs that have finished the present one.
+    programs that have finished the present one; residual like x, the same on all ranks, is added before the rounding.
     """
     words = x.view(-1).view(torch.int32)
     ranks, capacity = inbox.shape[1:]
@@ -37,6 +44,7 @@ def push_sum(x: torch.Tensor, inbox: torch.Tensor, inboxes: torch.Tensor, count:
         raise ValueError(f"a sum of {x.nbytes} bytes exceeds the inbox's {4 * capacity}")
     _push_sum_kernel[(min(triton.cdiv(len(words), _BLOCK), _PROGRAMS),)](
         words,
+        words if residual is None else residual.view(x.shape).view(-1).view(torch.int32),
         inbox,
         inboxes,
         count,
@@ -46,6 +54,7 @@ def push_sum(x: torch.Tensor, inbox: torch.Tensor, inboxes: torch.Tensor, count:
         CAPACITY=capacity,
         BLOCK=_BLOCK,
         PAIRS=x.dtype == torch.bfloat16,
+        RESIDUAL=residual is not None,
         num_warps=4,
         **overlapped(x.device),
     )
@@ -54,6 +63,7 @@ def push_sum(x: torch.Tensor, inbox: torch.Tensor, inboxes: torch.Tensor, count:
 @triton.jit(do_not_specialize=["number"])
 def _push_sum_kernel(
     words,
+    residual,
     inbox,
     inboxes,
     count,
@@ -63,9 +73,13 @@ def _push_sum_kernel(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program sends all its blocks, and then adds them up. PAIRS: a word holds two bfloat16, else one float32."""
+    """A program sends all its blocks, and then adds them up. PAIRS: a word holds two bfloat16, else one float32.
+
+    With RESIDUAL that is the last term.
+    """
     first_word = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
     await_inputs(OVERLAP)
@@ -83,11 +97,15 @@ def _push_sum_kernel(
         at = start + tl.arange(0, BLOCK)
         there = at < number
         mine = tl.load(words + at, mask=there, other=0)
+        if RESIDUAL:  # fetched while others' words are on their way
+            kept = tl.load(residual + at, mask=there, other=0)
         first = tl.zeros([BLOCK], tl.float32)
         second = tl.zeros([BLOCK], tl.float32)
-        for source in tl.static_range(RANKS):
+        for source in tl.static_range(RANKS + 1 if RESIDUAL else RANKS):
             word = mine
-            if source != RANK:
+            if source == RANKS:
+                word = kept
+            elif source != RANK:
                 place = inbox + half + source * CAPACITY + at
                 arrived = tl.load(place, mask=there, other=0, volatile=True)
                 while tl.max(tl.where(there & ((arrived >> 32) != mark), 1, 0), 0) > 0:

@@ -68,16 +68,16 @@ class Linear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """residual [rows, out] + the product of x [rows, in], or + its norm -> [rows, out]; may overwrite `residual`
 
-        If `summed`, the product of all ranks' x; the first rank adds residual and bias.
+        If `summed`, the product of all ranks' x, whose sum the residual is added to; the first rank adds the bias.
         """
         parallel = self._placement.parallel
         if norm is not None:
             product = self._matrix.product(x)
             product = parallel.all_reduce(product) if self._summed else product
             return residual + self._placement.kernels.rms_norm(product, norm.weight, norm.eps)
-        if not self._summed:
+        if not self._summed or parallel.size == 1:
             return self._matrix.add_to(residual, x)
-        return parallel.all_reduce(self._matrix.add_to(residual, x) if parallel.rank == 0 else self._matrix.product(x))
+        return parallel.all_reduce(self._matrix.product(x), residual)
 
     @property
     def _matrix(self) -> Matrix:

@@ -39,8 +39,10 @@ class MixtureOfExperts:
         """x [tokens, hidden] -> x + the weighted sum of the chosen experts' outputs for norm(x)"""
         normed = self._kernels.rms_norm(x, norm.weight, norm.eps)
         ids, weights = self._kernels.route(self._router(normed), self._experts_per_token, normalize=self._normalize)
-        residual = x if self._parallel.rank == 0 else torch.zeros_like(x)  # added once
-        return self._parallel.all_reduce(self._experts.add_to(residual, normed, ids, weights))
+        if self._parallel.size == 1:
+            return self._experts.add_to(x, normed, ids, weights)
+        part = self._experts.add_to(torch.zeros_like(x), normed, ids, weights)
+        return self._parallel.all_reduce(part, x)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._router.weight_slots(prefix)

@@ -69,6 +69,19 @@ def test_the_same_bits_in_any_batch(tiny_model: Any, on_gpu: Any, run_requests: 
         assert [(part.token_ids, part.logprobs) for part in one] == [(part.token_ids, part.logprobs) for part in other]
 
 
+def test_the_same_bits_whichever_way_a_sum_goes(write_checkpoint: Any, on_gpu: Any, run_requests: Any) -> None:
+    """The prompt alone is summed through symmetric memory, 800 tokens of 8 KiB are too many for that."""
+    path = write_checkpoint(hidden_size=4096, head_dim=64).path
+    prompts = [[5 + index, *range(20, 219)] for index in range(4)]
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)] * len(prompts)
+    settings = {"dtype": "bfloat16", "deterministic": True, "cache": "naive", "max_prefill_tokens": 1024}
+    with on_gpu(path, tp=2, **settings) as engine:
+        together = run_requests(engine, prompts, params)
+        alone = [run_requests(engine, [prompt], params[:1])[0] for prompt in prompts]
+    for one, other in zip(together, alone, strict=True):
+        assert [(part.token_ids, part.logprobs) for part in one] == [(part.token_ids, part.logprobs) for part in other]
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("script", [IDLE, BUSY], ids=["idle", "busy"])
 def test_a_lost_rank_ends_all(tiny_model: Any, signal_number: signal.Signals, script: str) -> None:

@@ -21,17 +21,25 @@ def terms(ranks: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     return [[torch.randn(2, size // 2, generator=draw).to(dtype) for size in SIZES] for _ in range(ranks)]
 
 
+def residuals(dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """What is added to every second of these sums: large beside the terms"""
+    draw = torch.Generator().manual_seed(1)
+    large = [(100 * torch.randn(2, size // 2, generator=draw)).to(dtype) for size in SIZES]
+    return [residual if index % 2 else None for index, residual in enumerate(large)]
+
+
 def run_rank(rank: int, inboxes: list[torch.Tensor], results: list[list[torch.Tensor]], dtype: torch.dtype) -> None:
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     count = torch.zeros(2, dtype=torch.int32)
-    for x, result in zip(terms(len(inboxes), dtype)[rank], results[rank], strict=True):
-        push_sum(x, inboxes[rank], addresses, count, rank)
+    mine = terms(len(inboxes), dtype)[rank]
+    for x, residual, result in zip(mine, residuals(dtype), results[rank], strict=True):
+        push_sum(x, inboxes[rank], addresses, count, rank, residual)
         result.copy_(x)
     assert count.tolist() == [len(SIZES), 0]
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
-def test_every_rank_has_the_sum_in_the_order_of_the_ranks(ranks: int, dtype: torch.dtype) -> None:
+def test_every_rank_has_the_sum_in_the_order_of_the_ranks_and_then_the_residual(ranks: int, dtype: torch.dtype) -> None:
     inboxes = [torch.zeros(2, ranks, CAPACITY, dtype=torch.int64).share_memory_() for _ in range(ranks)]
     results = [[torch.zeros_like(x).share_memory_() for x in of_rank] for of_rank in terms(ranks, dtype)]
     processes = [SPAWN.Process(target=run_rank, args=(rank, inboxes, results, dtype)) for rank in range(ranks)]
@@ -40,10 +48,12 @@ def test_every_rank_has_the_sum_in_the_order_of_the_ranks(ranks: int, dtype: tor
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    for column in range(len(SIZES)):
+    for column, residual in enumerate(residuals(dtype)):
         expected = torch.zeros(2, SIZES[column] // 2)
         for of_rank in terms(ranks, dtype):
             expected += of_rank[column].float()
+        if residual is not None:
+            expected += residual.float()
         for of_rank in results:
             # the interpreter cuts a bfloat16 off where a GPU rounds it
             torch.testing.assert_close(
