@@ -45,7 +45,7 @@ def gemv_tuning(n: int, k: int, *, normed: bool, gated: bool) -> GemvTuning:
     if k <= 1024:
         return GemvTuning(block_n=2, block_k=512) if gated else GemvTuning(block_n=4, block_k=whole)
     if gated:
-        return GemvTuning(block_n=4, block_k=512) if k <= 4096 else GemvTuning(block_n=2, block_k=1024, ahead=2)
+        return GemvTuning(block_n=8, block_k=256) if k <= 4096 else GemvTuning(block_n=2, block_k=1024, ahead=2)
     if n > 32768:  # a vocabulary
         return GemvTuning(block_n=8, block_k=512)
     if normed:
