@@ -429,7 +429,7 @@ def _kth_largest(
             high = middle
     listed = _list_groups(group_maxima, group_list, num_groups, _unordered(low), GROUPS_PAD)
     high = end
-    middle = low
+    middle = low + 0  # named like `low` alone, it would hide from Triton that the loop changes `low`
     number = vocab
     mass = tl.full((), 0.0, tl.float64)
     searching = True
