@@ -7,6 +7,7 @@ sizes are filled up with an idle slot, whose row computes and changes nothing th
 from __future__ import annotations
 
 import ctypes
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from rich.progress import track
 
 from mini_sglang.attention.transfer import staged
 from mini_sglang.execution.request_table import RequestTable
+
+logger = logging.getLogger(__name__)
 
 
 class GraphStep(NamedTuple):
@@ -124,7 +127,7 @@ def share_memory_alike(graph: torch.cuda.CUDAGraph, percent: int) -> None:
 
     Kernels that divide a multiprocessor's memory differently cannot be on it at once, even where the next may start
     before the last has ended (`kernels/overlap.py`); and the driver, unasked, divides it for each kernel alone. The
-    graph is not instantiated yet.
+    graph is not instantiated yet. A driver that is too old for it is left to its choice, with a warning.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     number = ctypes.c_size_t()
@@ -136,13 +139,14 @@ def share_memory_alike(graph: torch.cuda.CUDAGraph, percent: int) -> None:
     for node in map(ctypes.c_void_p, nodes):
         kind = ctypes.c_int()
         _check(driver.cuGraphNodeGetType(node, ctypes.byref(kind)))
-        if kind.value == _KERNEL_NODE:
-            _check(driver.cuGraphKernelNodeSetAttribute(node, _SHARED_MEMORY_CARVEOUT, value))
+        if kind.value == _KERNEL_NODE and driver.cuGraphKernelNodeSetAttribute(node, _SHARED_MEMORY_CARVEOUT, value):
+            logger.warning("this driver does not take the division of memory that kernels of a graph ask for")
+            return
 
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"the CUDA driver refused to read or change a graph: error {status}")
+        raise RuntimeError(f"the CUDA driver could not read a graph: error {status}")
 
 
 _ONE_STREAM_SHARED = 25  # percent; with one row few programs of attention meet on a multiprocessor
