@@ -7,7 +7,8 @@ called `await_inputs` it may read only what no kernel in flight writes: weights,
 kernels ago. So it can fetch its weights while the predecessor's last programs drain, and launch latency disappears.
 Each of ours lets its successor start only after its own wait, so at most two of them are in flight, and waiting for one
 means that all before it have ended; kernels of libraries start when all before them have. Every program has to reach
-`await_inputs`: one that returns before would let its successors start too early.
+`await_inputs`: one that returns before would let its successors start too early. A kernel whose successor may read its
+results before that one's own wait uses `await_inputs_alone`, and `hand_over` when they are written.
 
 And a small kernel, which leaves the memory idle, can have the first weights of the product behind it brought into the
 L2 cache: `fetch_ahead`. Nobody waits for them, so they also arrive while the next kernel is being launched.
@@ -37,6 +38,22 @@ def await_inputs(OVERLAP: tl.constexpr):
     """Wait until every earlier kernel has ended and its writes are seen; then let the next kernel start."""
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_inputs_alone(OVERLAP: tl.constexpr):
+    """Wait as `await_inputs` does, but let the next kernel start no earlier than `hand_over`."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def hand_over(OVERLAP: tl.constexpr):
+    """Let the next kernel start, and see what this one has written even before it waits."""
+    if OVERLAP:
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()  # all threads' writes are seen before one of them says so
         gdc_launch_dependents()
 
 

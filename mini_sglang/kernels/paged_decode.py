@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.overlap import await_inputs, overlapped
+from mini_sglang.kernels.overlap import await_inputs, await_inputs_alone, hand_over, overlapped
 
 _FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
 _FEW_ROWS = 16  # planned by a kernel of their own: one per number of rows would take seconds to compile
@@ -295,7 +295,7 @@ def _plan_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row writes its items: whole splits of long rows first, all last splits behind them."""
-    await_inputs(OVERLAP)
+    await_inputs_alone(OVERLAP)
     row = tl.program_id(0)
     others = tl.arange(0, ROWS)
     length = tl.load(lengths + row)
@@ -320,6 +320,7 @@ def _plan_kernel(
     tl.store(at + 5, splits, mask=there)
     tl.store(at + 6, length, mask=there)
     tl.store(num_items, tl.sum(other_splits), mask=row == 0)
+    hand_over(OVERLAP)  # attention reads the first items before it waits
 
 
 @triton.jit(do_not_specialize=["starts", "counts", "tokens", "tiles", "num_tiles"])
@@ -420,7 +421,7 @@ def _decode_kernel(
     row, token, begin, end, split, splits, length = _read_item(
         items, tl.minimum(first_work // KV_HEADS, last_item), FIELDS
     )
-    await_inputs(OVERLAP)  # the list was written when the step began
+    await_inputs(OVERLAP)  # the list was handed over before
     for work in range(first_work, total, tl.num_programs(0)):
         kv_head = work % KV_HEADS
         token_place = token.to(tl.int64)
