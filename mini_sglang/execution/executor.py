@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -117,6 +118,8 @@ class Executor:
             if self._ranks is not None:
                 self._ranks.close()
             raise
+        if self._ranks is not None:
+            atexit.register(self.close)  # whoever forgets it: what ranks share is given back while all are there
         self.config = self.config.replace(num_pages=self._rank.num_pages)
         self.model_config = self._rank.model_config
 
@@ -149,6 +152,7 @@ class Executor:
 
     def close(self) -> None:
         """Drop the model and the pool, and end the other ranks."""
+        atexit.unregister(self.close)
         self._rank.close()
         if self._ranks is not None:
             self._ranks.close()

@@ -10,6 +10,7 @@ its parent, one that was stopped by its silence, one that failed says so itself.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -169,6 +170,7 @@ class Ranks:
 
     def __init__(self, config: EngineConfig) -> None:
         self._size = config.tp
+        self._on_gpus = config.device == "cuda"
         self._store = _open_meeting_point(config)  # here as long as others may look it up
         self._failure: str | None = None
         self._failed, self._noticed, self._closing = threading.Event(), threading.Event(), threading.Event()
@@ -223,22 +225,22 @@ class Ranks:
     def check(self) -> None:
         """Raise RankError if a rank has failed."""
         if self._failure is not None:
-            self._let_monitor_end()
+            self._noticed.set()
             raise RankError(self._failure)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Around what this rank does together with the others: errors that another rank has caused become RankError."""
-        self.check()
-        self._busy = True
+        self._busy = True  # before the check: either this thread sees a failure here, or the monitor sees it busy
         try:
+            self.check()
             yield
         except CollectiveError as error:
             self._failed.wait(TICK_S * (_VERDICT_TICKS + SILENT_TICKS))  # the monitor finds out who it was
-            self._let_monitor_end()
+            self._noticed.set()
             raise RankError(self._failure or str(error)) from error
         except Exception as error:
-            self._let_monitor_end()
+            self._noticed.set()
             if self._failure is None or isinstance(error, RankError):
                 raise
             raise RankError(self._failure) from error
@@ -254,7 +256,7 @@ class Ranks:
             except (CollectiveError, RankError):
                 raise
             except Exception as error:
-                self._failure = self._failure or f"rank 0 failed: {type(error).__name__}: {error}"
+                self._lose(f"rank 0 failed: {type(error).__name__}: {error}")
                 raise RankError(self._failure) from error
 
     def close(self) -> None:
@@ -266,16 +268,27 @@ class Ranks:
             self._orders.send(LEAVE)
             self._workers.wait(LEAVE_S)
         self._workers.kill()
-        if self._parallel is not None:
+        if self._parallel is not None and not (self._failure and self._on_gpus):
             self._parallel.abort()
         self._context.destroy(linger=1000)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _let_monitor_end(self) -> None:
-        """After a failure: a process that ends while the monitor aborts what NCCL does is itself aborted."""
-        self._noticed.set()
-        if self._failure is not None:
-            self._monitor.join(_GRACE_S)
+    def _lose(self, failure: str) -> None:
+        """From here on nothing is possible, and this process comes to no orderly end where it shares GPUs.
+
+        NCCL and CUDA would wait in their destructors for what a lost rank never sends. What they belong to is kept.
+        """
+        if self._failure is None:
+            self._failure = failure
+            if self._on_gpus:
+                atexit.register(self._end_at_once)
+
+    def _end_at_once(self) -> None:
+        """At the process's end, after a failure."""
+        self._monitor.join(_GRACE_S)  # it sees to it that the others have ended
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def _watch(self) -> None:
         """The monitor: listens to reports and looks after this node's workers, until `close` or the first failure."""
@@ -316,12 +329,14 @@ class Ranks:
     def _fail(self, failure: str) -> None:
         """Say so, end the other ranks, and free this one from what it may wait for."""
         logger.error("%s; ending all ranks", failure)
-        self._failure = failure
+        self._lose(failure)
         self._workers.kill()
         self._pulse.send(LEAVE)
         self._failed.set()
-        if self._parallel is not None:
-            self._parallel.abort()
+        if not self._busy or self._noticed.wait(TICK_S):
+            return  # nothing waits for the lost rank
+        if self._parallel is not None:  # NCCL comes back from it when no graph holds its operations any more
+            threading.Thread(target=self._parallel.abort, name="abort", daemon=True).start()
         deadline = time.monotonic() + _GRACE_S
         while self._busy and not self._noticed.wait(TICK_S):
             if time.monotonic() > deadline:

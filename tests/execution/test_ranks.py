@@ -150,6 +150,17 @@ def test_a_killed_parent_leaves_nothing(write_checkpoint: Any) -> None:
     until(lambda: not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text())
 
 
+def test_what_nobody_closes_ends_in_order(write_checkpoint: Any) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(write_checkpoint("llama").path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    [worker] = children(process.pid)
+    _, log = process.communicate(timeout=LIMIT_S)  # closes its standard input, which the script waits for
+    assert process.returncode == 0, log.decode()
+    assert not Path(f"/proc/{worker}").exists()
+
+
 def test_two_nodes_until_one_is_lost(
     write_checkpoint: Any, start: Any, generate: Any, greedy: Any, ragged_prompts: Any
 ) -> None:

@@ -21,7 +21,8 @@ pytestmark = [
 
 START = """
 import sys, time, mini_sglang
-engine = mini_sglang.Engine(mini_sglang.EngineConfig(model=sys.argv[1], tp=2, max_running_requests=16))
+config = mini_sglang.EngineConfig(model=sys.argv[1], tp=2, max_running_requests=16, num_pages=1000)
+engine = mini_sglang.Engine(config)
 print("ready", flush=True)
 """
 IDLE = """
@@ -34,6 +35,20 @@ while True:
     engine.add_request("a", [5, 6], mini_sglang.SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_work:
         engine.step()
+"""
+CAUGHT = """
+try:
+    while True:
+        engine.check_ranks()
+        time.sleep(0.1)
+except RuntimeError as error:
+    engine.close()
+    print(error, "and closed", file=sys.stderr)
+"""
+UNCLOSED = """
+engine.add_request("a", [5, 6], mini_sglang.SamplingParams(max_tokens=9, ignore_eos=True))
+while engine.has_work:
+    engine.step()
 """
 
 
@@ -83,15 +98,29 @@ def test_the_same_bits_whichever_way_a_sum_goes(write_checkpoint: Any, on_gpu: A
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("script", [IDLE, BUSY], ids=["idle", "busy"])
+@pytest.mark.parametrize("script", [IDLE, BUSY, CAUGHT], ids=["idle", "busy", "caught"])
 def test_a_lost_rank_ends_all(tiny_model: Any, signal_number: signal.Signals, script: str) -> None:
-    command = [sys.executable, "-c", START + script, str(tiny_model.path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    [worker] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    process, worker = start(tiny_model.path, script)
     os.kill(worker, signal_number)
     _, log = process.communicate(timeout=15)
     assert process.returncode == 1, log.decode()
     assert b"rank 1 was " in log
+    assert (b"and closed" in log) == (script == CAUGHT)
     assert not Path(f"/proc/{worker}").exists()
+
+
+def test_what_nobody_closes_ends(tiny_model: Any) -> None:
+    process, worker = start(tiny_model.path, UNCLOSED)
+    _, log = process.communicate(timeout=15)
+    assert process.returncode == 0, log.decode()
+    assert not Path(f"/proc/{worker}").exists()
+
+
+def start(model: Path, script: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A program with two ranks, which are there, and its worker's process."""
+    command = [sys.executable, "-c", START + script, str(model)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    [worker] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    return process, worker
