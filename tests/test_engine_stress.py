@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mini_sglang.engine import Engine
-from mini_sglang.request import FinishReason, SamplingParams
+from mini_sglang.request import FinishReason, Request, SamplingParams
 
 GPU = {"device": "cuda", "max_running_requests": 16}
 MODES = {
@@ -61,6 +61,30 @@ def test_thirteen_equal_prompts_at_once(
             expected = [greedy(checkpoint.model, prompt, 12)] * 13
             assert generate(engine, [prompt] * 13, num_tokens=12) == expected, f"{length} tokens"
             assert generate(engine, [prompt] * 13, num_tokens=12, arrivals=5) == expected, f"{length} tokens, again"
+
+
+def test_equal_answers_become_shared_while_another_request_waits(
+    checkpoint: Any, running: Any, greedy: Any, mode: dict[str, Any]
+) -> None:
+    """Who may have to wait has the answers published: twelve requests change over to the first one's pages."""
+    prompt = list(range(5, 10))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    masked = SamplingParams(regex="a")
+    with running(checkpoint.path, page_size=4, **mode) as engine:
+        got = Collected(engine)
+        for index in range(13):
+            engine.add_request(str(index), prompt, params)
+        while len(got.tokens["12"]) < 50:
+            got.step()
+        own = engine.stats().num_used_pages
+        engine.scheduler.add(Request("masked", prompt, masked, frozenset({2})))  # what it may begin with is never said
+        got.step()
+        got.step()
+        assert engine.stats().num_used_pages < own / 4
+        while len(got.reasons) < 13:
+            got.step()
+        engine.abort("masked")
+    assert list(got.tokens.values()) == [greedy(checkpoint.model, prompt, 60)] * 13
 
 
 @pytest.mark.parametrize("end", [FinishReason.LENGTH, FinishReason.STOP])

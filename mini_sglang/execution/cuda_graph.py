@@ -99,9 +99,9 @@ class DecodeGraphs:
         self._mailbox.restart()
 
     def replay(self, slots: tuple[int, ...], pages: Mapping[int, int]) -> GraphStep:
-        """Run one step for `slots`, at most `max_rows`, which gain `pages` (place in the flat page table -> page id).
+        """Run one step for `slots`, which gain `pages` (place in the flat page table -> page id).
 
-        The very same tuple of slots as last time is on the device already.
+        Either is `max_rows` at most. The very same tuple of slots as last time is on the device already.
         """
         self._mailbox.put(pages)
         size = self._graphs.size_for(len(slots))

@@ -38,7 +38,7 @@ class Mailbox:
     def put(self, pages: Mapping[int, int]) -> None:
         """Hand the next step its pages, by place in the flat page table; to be called before each step is launched."""
         if len(pages) > self.rows:
-            raise ValueError(f"a step takes at most {self.rows} new pages, one per row, got {len(pages)}")
+            raise ValueError(f"a step takes at most {self.rows} new pages, got {len(pages)}")
         entry = self._page_entries[self._launched % DEPTH]
         number = entry[0] = len(pages)
         if number:

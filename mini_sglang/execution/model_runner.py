@@ -169,6 +169,9 @@ class ModelRunner:
 
     def _replay(self, batch: ScheduledBatch, pages: dict[int, int], graphs: DecodeGraphs) -> Sampled:
         decodes = batch.decodes
+        if len(pages) > graphs.max_rows:  # requests with equal answers have changed over to each other's pages
+            self._table.write_pages(pages)
+            pages = {}
         step = graphs.replay(decodes.slots, pages)
         if decodes is not self._plain_decodes:
             if not self._table.want_only_tokens(decodes.slots):

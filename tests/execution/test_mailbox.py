@@ -54,5 +54,5 @@ def test_steps_that_were_computed_while_capturing_do_not_count() -> None:
 
 def test_more_pages_than_rows_are_refused() -> None:
     mailbox = Mailbox(torch.zeros(1, 4, dtype=torch.int64), rows=2)
-    with pytest.raises(ValueError, match="at most 2 new pages, one per row, got 3"):
+    with pytest.raises(ValueError, match="at most 2 new pages, got 3"):
         mailbox.put({0: 1, 1: 2, 2: 3})

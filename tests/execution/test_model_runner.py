@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import make_backends
+from mini_sglang.execution import cuda_graph
+from mini_sglang.execution.cuda_graph import GraphStep
 from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.model_runner import ModelRunner
 from mini_sglang.execution.request_table import RequestTable
@@ -71,11 +75,15 @@ def prompts() -> ScheduledBatch:
             NewRow(slot, prompt, len(prompt), params, seed=7 * slot, end_token_ids=[3])
             for slot, prompt, params in zip(slots, PROMPTS, PARAMS, strict=True)
         ],
-        new_pages=[
-            NewPages(slot, 0, list(range(slot * PAGES_PER_SLOT, (slot + 1) * PAGES_PER_SLOT))) for slot in slots
-        ],
+        new_pages=[NewPages(slot, 0, pages) for slot, pages in pages_of_prompts().items()],
         page_copies=[],
     )
+
+
+def pages_of_prompts() -> dict[int, list[int]]:
+    """By slot."""
+    slots = range(SLOTS - len(PROMPTS), SLOTS)
+    return {slot: list(range(slot * PAGES_PER_SLOT, (slot + 1) * PAGES_PER_SLOT)) for slot in slots}
 
 
 def decodes(step: int) -> ScheduledBatch:
@@ -116,3 +124,42 @@ def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: Any) -> Non
             token_ids, logits = device.decode(slots, out=room)
             assert token_ids[: len(unbiased)].tolist() == want, f"token {step}"
             assert (logits.data_ptr(), logits.shape) == (room.data_ptr(), (SLOTS, 320))
+
+
+class Uncaptured:
+    """Steps that are computed anew where a GPU would replay a graph of them."""
+
+    def __init__(self, step: Callable[[int], GraphStep], sizes: list[int], name: str, pool: Any) -> None:
+        self._step, self._sizes = step, sizes
+
+    def size_for(self, count: int) -> int:
+        return min(size for size in self._sizes if size >= count)
+
+    def replay(self, size: int, rows: int) -> GraphStep:
+        outputs = self._step(size)
+        return GraphStep(outputs.token_ids[:rows], outputs.logits[:rows])
+
+
+def test_a_replayed_step_may_gain_more_pages_than_it_has_rows(
+    make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where requests with equal answers change over to each other's pages."""
+    monkeypatch.setattr(cuda_graph, "StepGraphs", Uncaptured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    host = make_runner("reference", device_sampler=False)
+    device = make_runner("triton", device_sampler=True)
+    device.capture_graphs(max_rows=len(PROMPTS), max_tokens=0)
+    host.run(prompts())
+    device.run(prompts())
+    table, num_pages = pages_of_prompts(), SLOTS * PAGES_PER_SLOT
+    moved = {slot: [(page + PAGES_PER_SLOT) % num_pages for page in pages] for slot, pages in table.items()}
+    for step in range(4):
+        batch = decodes(step)
+        want = host.run(batch).token_ids.tolist()
+        if step == 2:
+            batch = msgspec.structs.replace(
+                batch,
+                new_pages=[NewPages(slot, 0, pages) for slot, pages in moved.items()],
+                page_copies=[pair for slot in table for pair in zip(table[slot], moved[slot], strict=True)],
+            )
+        assert device.run(batch).token_ids.tolist() == want, f"token {step}"
