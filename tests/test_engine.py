@@ -170,6 +170,11 @@ def test_random_weights_depend_on_the_seed_alone(write_checkpoint: Any) -> None:
     ("settings", "message"),
     [
         ({"device": "cuda:1"}, "device must be one of auto, cpu, cuda, got 'cuda:1'; CUDA_VISIBLE_DEVICES"),
+        pytest.param(
+            {"device": "cuda"},
+            "device=cuda needs an NVIDIA GPU, and PyTorch found none; leave it at auto",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         ({"context_length": 1000}, "context_length must be at most the model's 256, got 1000"),
         ({"device": "cpu", "cuda_graph_max_bs": 4}, "cuda_graph_max_bs must be 0 on a CPU, got 4"),
         ({"weights": "packed"}, "weights=packed needs a 4-bit GGUF"),

@@ -105,6 +105,8 @@ class Executor:
     def __init__(self, config: EngineConfig) -> None:
         if config.node_rank > 0:
             raise ValueError(f"node_rank must be 0 where the engine runs, got {config.node_rank}; see serve_node")
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device=cuda needs an NVIDIA GPU, and PyTorch found none; leave it at auto")
         self.source, model_config = find_model(config)
         self.config = resolve(config, model_config, self.source)
         self._max_rows = resolved(self.config.max_running_requests)
