@@ -180,6 +180,7 @@ def test_random_weights_depend_on_the_seed_alone(write_checkpoint: Any) -> None:
         ({"weights": "packed"}, "weights=packed needs a 4-bit GGUF"),
         ({"run_ahead": 33}, "run_ahead must be at most 32, got 33"),
         ({"kv_cache_bytes": 100}, "kv_cache_bytes must hold at least two pages"),
+        ({"device": "cpu", "num_pages": 10**12}, r"num_pages must be at most \d+, which fill this machine's memory"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused_by_name(

@@ -197,8 +197,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
         context_length=context_length,
         max_running_requests=slots,
         max_prefill_tokens=config.max_prefill_tokens or (512 if on_cpu else 8192),
-        num_pages=config.num_pages
-        or (_pages_that_fit(config, model, dtype, context_length, slots) if on_cpu else None),
+        num_pages=_cpu_pages(config, model, dtype, context_length, slots) if on_cpu else config.num_pages,
         run_ahead=config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
         attention_backend=backend,
         cuda_graph_max_bs=_graph_rows(config, backend, slots, on_cpu),
@@ -241,10 +240,17 @@ def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: Mod
     return config.weights
 
 
-def _pages_that_fit(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int, slots: int) -> int:
-    """Pages within the byte budget, but never more than all slots at full length could use."""
+def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int, slots: int) -> int:
+    """The pages asked for, or those within the byte budget, but then never more than all slots could use."""
     bytes_per_page = page_bytes(config, model, dtype)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.num_pages is not None:
+        if config.num_pages > memory // bytes_per_page:
+            raise ValueError(
+                f"num_pages must be at most {memory // bytes_per_page}, which fill this machine's memory, "
+                f"got {config.num_pages}"
+            )
+        return config.num_pages
     if config.kv_cache_bytes > memory:
         raise ValueError(f"kv_cache_bytes must be at most this machine's memory, {memory}, got {config.kv_cache_bytes}")
     pages = config.kv_cache_bytes // bytes_per_page
