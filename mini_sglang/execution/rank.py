@@ -179,7 +179,8 @@ class Rank:
             used, step = used_bytes >> 20, step_bytes >> 20
             raise ValueError(
                 f"mem_fraction {self.config.mem_fraction} leaves {kv_bytes >> 20} MiB for the KV cache beside {used} "
-                f"MiB of weights and tables and {step} MiB of a step; raise it or lower max_prefill_tokens"
+                f"MiB of weights and tables and {step} MiB of a step; raise it or lower max_prefill_tokens or "
+                "max_running_requests"
             )
         return min(pages, self._max_rows * self._pages(self.model_config.context_length))
 
@@ -275,7 +276,8 @@ def resolved(value: int | None) -> int:
 
 _WEIGHTS_TOO_LARGE = "the weights do not fit: use a smaller model or dtype, or a larger tp"
 _STEP_TOO_LARGE = (
-    "the KV cache or a step does not fit: lower mem_fraction, num_pages, max_prefill_tokens or cuda_graph_max_bs"
+    "the KV cache or a step does not fit: lower mem_fraction, num_pages, max_prefill_tokens, max_running_requests or "
+    "cuda_graph_max_bs"
 )
 _GRAPH_BYTES = 1 << 30  # left to CUDA graphs and the allocator's own rounding
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -14,8 +14,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mem_fraction": 1e-6}, "mem_fraction 1e-06 leaves .* raise it or lower max_prefill_tokens"),
+        ({"mem_fraction": 1e-6}, "mem_fraction 1e-06 leaves .* raise it or lower .* or max_running_requests"),
         ({"num_pages": 2_000_000_000}, "out of GPU memory: .*num_pages"),
+        ({"max_running_requests": 500_000_000}, "out of GPU memory: .*max_running_requests"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
