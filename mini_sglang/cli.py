@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 import types
@@ -322,10 +323,17 @@ def _count(text: str) -> int:
     return number
 
 
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:  # which not-a-number is not either
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
+    return number
+
+
 def _add_bench_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     for name, what in (("copy-tb-s", "TB/s of a device copy"), ("gemm-tflop-s", "TFLOP/s of a large product")):
-        parser.add_argument(f"--{name}", type=float, metavar="X", help=f"ceiling: {what} (default: measured)")
+        parser.add_argument(f"--{name}", type=_rate, metavar="X", help=f"ceiling: {what} (default: measured)")
 
 
 def _add_command(

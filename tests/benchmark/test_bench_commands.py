@@ -63,6 +63,8 @@ def test_latency_measures_the_ceilings_where_none_are_given(
         (["offline", "--runs", "0"], "must be at least 1, got 0"),
         (["offline", "--shortest", "9", "--longest", "8"], "shortest must be at most longest"),
         (["latency", "--batch", "x"], "--batch"),
+        (["offline", "--copy-tb-s", "0"], "--copy-tb-s: must be a finite number above 0, got 0"),
+        (["latency", "--gemm-tflop-s", "nan"], "--gemm-tflop-s: must be a finite number above 0, got nan"),
         (["kernels", "--only", "everything"], "everything"),
         ([], "WHAT"),
         pytest.param(
