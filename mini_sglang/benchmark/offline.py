@@ -56,12 +56,24 @@ class Workload:
         return sum(self.output_lengths)
 
     def add_to(self, engine: Engine) -> list[str]:
-        """Queue every sequence; returns the request ids."""
+        """Queue every sequence; returns the request ids. Raises ValueError if the engine cannot hold the longest."""
+        self._check_fits(engine)
         ids = [f"bench-{index}" for index in range(len(self.prompts))]
         for request_id, prompt, length in zip(ids, self.prompts, self.output_lengths, strict=True):
             params = SamplingParams(temperature=self.temperature, max_tokens=length, ignore_eos=True)
             engine.add_request(request_id, prompt, params)
         return ids
+
+    def _check_fits(self, engine: Engine) -> None:
+        longest = max(map(sum, zip(map(len, self.prompts), self.output_lengths, strict=True)))
+        most, room = engine.model_config.context_length, engine.stats().num_pages * engine.config.page_size
+        if longest > most:
+            raise ValueError(f"context_length must be at least {longest}, the workload's longest sequence, got {most}")
+        if longest > room + 1:  # what is sampled last needs no place
+            raise ValueError(
+                f"the KV cache holds {room} tokens, the workload's longest sequence has {longest}: raise num_pages, "
+                "kv_cache_bytes (on a CPU) or mem_fraction (on a GPU)"
+            )
 
     def traffic(self, engine: Engine) -> Traffic:
         """What the engine's model, in its dtypes, has to move and multiply for it."""

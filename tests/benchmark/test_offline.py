@@ -47,6 +47,24 @@ def test_a_run_returns_every_token(engine: Engine) -> None:
     assert result.tokens_per_second > 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_length": 65}, "context_length must be at least 66, the workload's longest sequence, got 65"),
+        ({"num_pages": 4}, "the KV cache holds 64 tokens, the workload's longest sequence has 66: raise num_pages"),
+    ],
+)
+def test_a_workload_that_would_end_early_is_refused_by_name(
+    write_checkpoint: Any, settings: dict[str, Any], message: str
+) -> None:
+    engine = Engine(EngineConfig(model=str(write_checkpoint().path), dtype="float32", num_threads=1, **settings))
+    for measure in (measure_offline, measure_latency):
+        with pytest.raises(ValueError, match=message):
+            measure(engine, Workload.streams(2, 30, 36))
+    run(engine, Workload([[3] * 30], [35]))  # the token that is sampled last needs no place
+    engine.close()
+
+
 def test_a_run_calls_back_before_every_step(engine: Engine) -> None:
     steps: list[int] = []
     result = run(engine, Workload([[3, 4, 5]], [7]), before_step=steps.append)
