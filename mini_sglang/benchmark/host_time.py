@@ -31,14 +31,15 @@ class HostTime:
 def host_time(engine: Engine, running: int, *, steps: int = 100) -> HostTime:
     """Let `running` requests decode for `steps` steps together (fewer in a short context), then abort them.
 
-    Raises ValueError if the engine cannot hold as many requests, RuntimeError if they never all decode in one step.
+    Raises ValueError if the engine cannot hold as many requests, or if they never all decode in one step.
     """
     most = engine.config.max_running_requests
     if most is not None and running > most:
         raise ValueError(f"running must be at most max_running_requests {most}, got {running}")
     ids = [f"host-time-{index}" for index in range(running)]
     rng = random.Random(running)
-    model = engine.model_config
+    model, scheduler = engine.model_config, engine.scheduler
+    expected_output, scheduler.expected_output = scheduler.expected_output, 0.0  # all are to run, if pages suffice now
     for request_id in ids:
         length = rng.randint(1, min(_LONGEST_PROMPT, model.context_length // 2))
         prompt = [rng.randrange(model.vocab_size) for _ in range(length)]
@@ -46,7 +47,7 @@ def host_time(engine: Engine, running: int, *, steps: int = 100) -> HostTime:
         engine.add_request(request_id, prompt, params)
     seen: list[tuple[float, float, float]] = []
     with ExitStack() as stack:
-        verbs = (engine.scheduler, "schedule"), (engine.executor, "launch"), (engine.scheduler, "update")
+        verbs = (scheduler, "schedule"), (engine.executor, "launch"), (scheduler, "update")
         spent = [stack.enter_context(_timed(owner, verb)) for owner, verb in verbs]
         while engine.has_work and len(seen) < steps:
             for times in spent:
@@ -57,9 +58,19 @@ def host_time(engine: Engine, running: int, *, steps: int = 100) -> HostTime:
         engine.abort(request_id)
     while engine.has_work:
         engine.step()
+    scheduler.expected_output = expected_output
     if not seen:
-        raise RuntimeError(f"no step gave a token to each of {running} requests: is the KV cache too small for them?")
+        raise ValueError(
+            f"no step gave a token to each of {running} requests: raise num_pages or max_prefill_tokens, or lower "
+            "max_running_requests"
+        )
     return _medians(running, seen, launches_are_host_work=engine.config.device != "cpu")
+
+
+def most_at_once(engine: Engine) -> int:
+    """As many requests as `host_time` can have decode in one step: 1 at least, and what the KV cache has room for."""
+    pages_each = -(-2 * _LONGEST_PROMPT // engine.config.page_size)
+    return max(1, min(engine.config.max_running_requests or 1, engine.stats().num_pages // pages_each))
 
 
 def _medians(running: int, seen: list[tuple[float, float, float]], *, launches_are_host_work: bool) -> HostTime:

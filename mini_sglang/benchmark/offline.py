@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mini_sglang.benchmark.hardware import torch_dtype
-from mini_sglang.benchmark.host_time import HostTime, host_time
+from mini_sglang.benchmark.host_time import HostTime, host_time, most_at_once
 from mini_sglang.benchmark.profile import Profile, StepProfiler
 from mini_sglang.benchmark.roofline import Traffic
 from mini_sglang.engine import Engine
@@ -125,13 +125,13 @@ class Offline:
 
 
 def measure_offline(engine: Engine, workload: Workload, *, runs: int = 2, profile_steps: int = 0) -> Offline:
-    """A warm-up, then `runs` runs with other ids, then the host's time at 16 and at the most running requests.
+    """A warm-up, then `runs` runs with other ids, then the host's time with 16 and with the most running requests.
 
     `profile_steps` above 0 adds a run in which so many steps at its start and in its middle are profiled (GPU only).
     """
     vocab_size = engine.model_config.vocab_size
     _, *measured = [run(engine, workload.shifted(index, vocab_size)) for index in range(runs + 1)]
-    most = min(engine.config.max_running_requests or 1, len(workload.prompts))
+    most = min(most_at_once(engine), len(workload.prompts))
     host = [host_time(engine, running) for running in sorted({min(16, most), most})]
     profiles: list[Profile] = []
     if profile_steps:  # last, since the tracer slows down what the host does after it

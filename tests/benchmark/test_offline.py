@@ -99,6 +99,16 @@ def test_host_time_leaves_the_engine_as_it_was(engine: Engine) -> None:
     run(engine, Workload([[3, 4, 5]], [7]))
 
 
+def test_host_time_is_measured_in_a_pool_that_is_too_small_for_all_answers(write_checkpoint: Any) -> None:
+    """After long answers the scheduler admits few, and of so many requests some wait for pages."""
+    engine = Engine(EngineConfig(model=str(write_checkpoint().path), dtype="float32", num_threads=1, num_pages=40))
+    workload = Workload.random(18, longest=90, shortest=60)
+    measured = measure_offline(engine, workload, runs=1)
+    assert [time.running for time in measured.host] == [10]
+    assert engine.scheduler.expected_output > 60
+    engine.close()
+
+
 def test_host_time_refuses_more_requests_than_the_engine_holds(engine: Engine) -> None:
     with pytest.raises(ValueError, match="running must be at most max_running_requests 20, got 21"):
         host_time(engine, 21)
