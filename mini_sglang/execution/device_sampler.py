@@ -1,6 +1,6 @@
 """How each running request is sampled, kept on a GPU by slot, and the draw by it, in a decode step's graph or outside.
 
-It draws the tokens that `sampler.py` defines, for all rows but those with a logit bias or a list of allowed tokens.
+It draws the tokens that `sampler.py` defines, for all rows but those that are biased (`is_biased` there).
 Needs Triton, so it is imported only where there is a GPU.
 """
 
