@@ -166,6 +166,20 @@ def test_random_weights_depend_on_the_seed_alone(write_checkpoint: Any) -> None:
     assert tokens(1) != tokens(2)
 
 
+def test_every_dtype_runs_on_any_cpu(write_checkpoint: Any) -> None:
+    """Also one that the processor has no instructions for, which oneDNN refuses."""
+    best: dict[str, float] = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        engine = Engine(EngineConfig(model=str(write_checkpoint().path), device="cpu", dtype=dtype, num_threads=1))
+        engine.add_request("x", [5, 6, 7], SamplingParams(max_tokens=1, logprobs=1))
+        [output] = engine.step().others
+        assert output.logprobs is not None
+        best[dtype] = output.logprobs[0].logprobs[1]
+        engine.close()
+    assert best["bfloat16"] == pytest.approx(best["float32"], abs=0.1)
+    assert best["float16"] == pytest.approx(best["float32"], abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

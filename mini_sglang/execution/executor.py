@@ -14,6 +14,7 @@ from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.model_runner import Sampled
 from mini_sglang.execution.rank import DTYPES, Rank, find_model, kv_dtype, page_bytes, resolved
+from mini_sglang.kernels.cpu_linear import CpuMatrix
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.parallel import SINGLE, RankError
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
@@ -229,11 +230,11 @@ def _fastest_dtype(on_cpu: bool) -> str:
 
 def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: ModelSource) -> str:
     possible = on_cpu and dtype == "bfloat16" and config.load_format != "dummy" and has_packed_blocks(source)
-    possible = possible and config.tp == 1  # shards would cut blocks apart
+    possible = possible and CpuMatrix.available(DTYPES[dtype]) and config.tp == 1  # shards would cut blocks apart
     if config.weights == "packed" and not possible:
         raise ValueError(
-            "weights=packed needs a 4-bit GGUF file (Q4_0 or Q4_1), a CPU, dtype bfloat16 and tp 1; got "
-            f"{source.path} on {'cpu' if on_cpu else 'gpu'} with dtype {dtype} and tp {config.tp}"
+            "weights=packed needs a 4-bit GGUF file (Q4_0 or Q4_1), a CPU that multiplies bfloat16, dtype bfloat16 and "
+            f"tp 1; got {source.path} on {'cpu' if on_cpu else 'gpu'} with dtype {dtype} and tp {config.tp}"
         )
     if config.weights == "auto":
         return "packed" if possible and config.dtype == "auto" else "dense"

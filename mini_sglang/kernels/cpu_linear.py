@@ -42,9 +42,13 @@ class CpuMatrix:
         return residual + self._int4.multiply(x)
 
     @staticmethod
-    def available() -> bool:
-        """Whether this torch was built with oneDNN."""
-        return bool(torch.backends.mkldnn.is_available())
+    def available(dtype: torch.dtype) -> bool:
+        """Whether this torch was built with oneDNN, and it multiplies `dtype` on this processor."""
+        if not torch.backends.mkldnn.is_available():
+            return False
+        if dtype == torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 class PrepackedMatrix:

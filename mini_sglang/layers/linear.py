@@ -127,7 +127,7 @@ class Linear:
         assert self._weight is not None
         if self._summed and self._placement.parallel.rank > 0:
             self._bias = None  # added once, by the first rank
-        if self._placement.device.type == "cpu" and CpuMatrix.available():
+        if self._placement.device.type == "cpu" and CpuMatrix.available(self._placement.dtype):
             blocks = [self._blocks[name] for name in self._parts if name in self._blocks]
             stacked = _stack(blocks) if len(blocks) == len(self._parts) else None
             self._laid_out = CpuMatrix(self._placement.kernels, self._weight, self._bias, stacked)
