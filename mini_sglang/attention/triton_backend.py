@@ -8,6 +8,7 @@ so that a token's bits depend on what it sees alone. Knows no model and no reque
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 
 import torch
@@ -56,8 +57,9 @@ class TritonBackend:
             self._long = self._short = PrefillTuning(block_queries=16)
         else:
             self._long = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
-            # that of graphs too, whose steps are short
+            # that of graphs too, which compute no long prompts but in small steps
             self._short = short_prefill_tuning(self._long, pool.head_dim, dtype)
+        self.short_prompt = SHORT_PREFILL if self._short != self._long else sys.maxsize
         self._each_row = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.decode = PagedDecode(
             max_rows=max_rows,

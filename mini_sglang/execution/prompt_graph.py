@@ -25,7 +25,12 @@ _FINE_UP_TO = 2048  # tokens: in larger steps launching is a smaller part, and o
 
 @runtime_checkable
 class PromptBackend(AttentionBackend, Protocol):
-    """An attention backend that can plan any step inside a CUDA graph."""
+    """An attention backend that can plan any step inside a CUDA graph.
+
+    Prompts that reach beyond `short_prompt` positions compute faster as `plan` plans them.
+    """
+
+    short_prompt: int
 
     def plan_prompts(
         self,
@@ -61,16 +66,19 @@ class PromptGraphs:
         sizes: list[int],
         pool: Any,
     ) -> None:
-        self._max_rows = max_rows
+        self._max_rows, self._short_prompt = max_rows, backend.short_prompt
         self._order = order = PromptOrder(table, backend, max_rows, sizes[-1])
         self._graphs = StepGraphs(
             lambda size: step(order.inputs(size)), sizes, "prompt", pool, prepare=lambda size: order.send([], size)
         )
 
     def fits(self, rows: list[Row]) -> bool:
-        """Whether there is a graph for such a step that computes few spare tokens."""
+        """Whether there is a graph for such a step that computes few spare tokens and is not slow with long prompts."""
         tokens = sum(row.count for row in rows)
         if len(rows) > self._max_rows or tokens > self._graphs.sizes[-1]:
+            return False
+        longest = max((row.start + row.count for row in rows if row.count > 1), default=0)
+        if tokens > _FINE_UP_TO and longest > self._short_prompt:
             return False
         return self._graphs.size_for(tokens) - tokens <= max(_SPARE, min(tokens, _FINE_UP_TO) // 4)
 

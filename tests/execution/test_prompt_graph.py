@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.triton_backend import TritonBackend
-from mini_sglang.execution.prompt_graph import PromptOrder, prompt_sizes
+from mini_sglang.execution import prompt_graph
+from mini_sglang.execution.prompt_graph import PromptGraphs, PromptOrder, prompt_sizes
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.scheduling.batch import Row
 
@@ -97,3 +98,32 @@ def test_sizes_ascend_to_the_budget_alone() -> None:
         sizes = prompt_sizes(budget)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == budget
+
+
+class Sizes:
+    """The graphs' sizes without graphs."""
+
+    def __init__(self, step: Any, sizes: list[int], name: str, pool: Any, prepare: Any) -> None:
+        self.sizes = sizes
+
+    def size_for(self, count: int) -> int:
+        return min(size for size in self.sizes if size >= count)
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float16, True), (torch.float32, False)])
+def test_long_prompts_of_large_steps_have_no_graph_if_other_tiles_suit_them(
+    dtype: torch.dtype, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_graph, "StepGraphs", Sizes)
+    pool = KVPool(
+        num_layers=1, num_pages=1, page_size=16, num_kv_heads=1, head_dim=HEAD_DIM, dtype=dtype, device=DEVICE
+    )
+    backend = TritonBackend(pool, num_heads=HEADS, dtype=dtype, max_rows=MAX_ROWS)
+    never_called: Any = None
+    graphs = PromptGraphs(never_called, make_table(), backend, MAX_ROWS, prompt_sizes(8192), None)
+    assert graphs.fits([Row(0, 0, 8192, True)]) != apart
+    assert graphs.fits([Row(0, 8192, 1, True), Row(1, 1500, 8191, True)]) != apart, "in the middle of one"
+    assert graphs.fits([Row(slot, 0, 1500, True) for slot in range(3)] + [Row(3, 9000, 3500, True)]) != apart
+    short = [Row(0, 0, 1500, True), Row(1, 0, 1500, True), Row(2, 0, 1500, True)]
+    assert not graphs.fits(short), "there are graphs of full steps only"
+    assert graphs.fits([Row(0, 8192, 2000, True)]), "a small step, whose launches would take longer"
