@@ -6,6 +6,7 @@ matter of test_ranks.py.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,17 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         **ODD,
     },
     "mixtral, fused": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "fused": True, **ODD},
+    "smollm3, tied": {"family": "smollm3", "num_hidden_layers": 4, "tie_word_embeddings": True, **ODD},
+}
+GGUF_FEATURES: dict[str, dict[str, Any]] = {
+    "llama": {"rope": "llama3", "tie_word_embeddings": True},
+    "mistral": {"head_dim": 32, "sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32, "num_hidden_layers": 3},
+    "qwen3_moe": {"norm_topk_prob": True, **EXPERTS},
+    "smollm3": {"num_hidden_layers": 4},
 }
 
 
@@ -69,6 +81,34 @@ def test_every_family_at_two_and_three_ranks(
     for tp in (2, 3):
         with sharing(checkpoint.path, tp=tp, max_prefill_tokens=40) as engine:
             assert generate(engine, prompts, arrivals=2, num_tokens=12) == expected, f"tp {tp}"
+
+
+@pytest.mark.parametrize("family", GGUF_FEATURES)
+def test_every_family_from_gguf(
+    family: str, write_gguf: Any, sharing: Any, generate: Any, greedy: Any, ragged_prompts: Any
+) -> None:
+    checkpoint = write_gguf(family, **{**ODD, **GGUF_FEATURES[family]})
+    prompts = ragged_prompts(3, 320)
+    expected = [greedy(checkpoint.model, prompt, 8) for prompt in prompts]
+    for tp in (1, 2, 3):
+        with sharing(checkpoint.path, tp=tp) as engine:
+            assert generate(engine, prompts, num_tokens=8) == expected, f"tp {tp}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe, a dense layer", "mixtral, fused"])
+def test_mixtures_with_any_number_of_rows_in_a_step(
+    name: str, write_checkpoint: Any, sharing: Any, generate: Any, greedy: Any
+) -> None:
+    checkpoint = write_checkpoint(**CHECKPOINTS[name])
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.randint(1, 3))] for _ in range(64)]
+    expected = [greedy(checkpoint.model, prompt, 3) for prompt in prompts]
+    for tp in (2, 3):
+        with sharing(checkpoint.path, tp=tp, cache="naive") as engine:
+            for rows in (1, 2, 17, 64):
+                steps = engine.stats().num_steps
+                assert generate(engine, prompts[:rows], num_tokens=3) == expected[:rows], f"tp {tp}, {rows} rows"
+                assert engine.stats().num_steps - steps == 3, "all rows in every step"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
