@@ -51,6 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"mini-sglang: error: {error}", file=sys.stderr)
         return USER_ERROR
+    except RuntimeError as error:
+        if not _is_of_another_rank(error):
+            raise
+        print(f"mini-sglang: error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _is_of_another_rank(error: RuntimeError) -> bool:
+    """Whether its message says all: a traceback would only show where this rank was when another one failed."""
+    from mini_sglang.parallel import CollectiveError, RankError
+
+    return isinstance(error, RankError) and isinstance(error.__cause__, CollectiveError | ValueError | OSError | None)
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -63,14 +75,9 @@ def serve(options: argparse.Namespace) -> int:
 def lend_devices(config: EngineConfig) -> int:
     """What every command does on the other nodes."""
     from mini_sglang.execution.node import serve_node
-    from mini_sglang.parallel import RankError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        serve_node(config)
-    except RankError as error:
-        print(f"mini-sglang: error: {error}", file=sys.stderr)
-        return FAILED
+    serve_node(config)
     return 0
 
 

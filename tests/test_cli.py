@@ -14,6 +14,7 @@ import pytest
 
 from mini_sglang.cli import main
 from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.execution import worker
 
 TINY = ["--dtype", "float32", "--num-pages", "16", "--num-threads", "1"]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos"]
@@ -73,6 +74,17 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_another_rank_s_failure_is_one_line_and_status_1(
+    tiny_model: Path, thread_workers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise ValueError("out of GPU memory")
+
+    monkeypatch.setattr(worker, "Rank", fail)
+    assert run(["generate", str(tiny_model), "-p", "a", "--tp", "2", *TINY]) == 1
+    assert capsys.readouterr().err.endswith("mini-sglang: error: rank 1 failed: out of GPU memory\n")
 
 
 def test_generate_prints_the_text_and_as_json_all_of_it(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
