@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from datetime import timedelta
 
 import msgspec
@@ -29,12 +30,10 @@ logger = logging.getLogger(__name__)
 def serve_node(config: EngineConfig) -> None:
     """Run this node's ranks until rank 0 ends them. Settings other than where the model lies are those of rank 0.
 
-    Raises RankError if a rank of this node fails or rank 0 is lost, RuntimeError if there is none to be found.
+    Raises RankError if a rank of this node fails, or rank 0 does not appear or is lost; ValueError, naming the field,
+    for settings that do not go together with rank 0's.
     """
-    host, port = split_address(str(config.dist_init_addr))
-    logger.info("waiting for rank 0 at %s", config.dist_init_addr)
-    store = TCPStore(host, port, timeout=timedelta(seconds=MEETING_S))
-    job = msgspec.json.decode(store.get("job"), type=Job)
+    job = _find_job(str(config.dist_init_addr))
     if (job.config.tp, job.config.nnodes) != (config.tp, config.nnodes):
         raise ValueError(
             f"tp and nnodes must be those of rank 0, {job.config.tp} and {job.config.nnodes}; "
@@ -51,6 +50,22 @@ def serve_node(config: EngineConfig) -> None:
     finally:
         workers.kill()
         context.destroy(linger=1000)
+
+
+def _find_job(address: str) -> Job:
+    """What rank 0 tells all, once it has been started."""
+    host, port = split_address(address)
+    try:
+        socket.getaddrinfo(host, port)  # an unknown name would be looked up again and again
+    except OSError as error:
+        raise ValueError(f"dist_init_addr {address} must be an address of node 0: {error}") from error
+    logger.info("waiting for rank 0 at %s", address)
+    try:
+        store = TCPStore(host, port, timeout=timedelta(seconds=MEETING_S))
+        return msgspec.json.decode(store.get("job"), type=Job)
+    except RuntimeError as error:  # a C++ stack follows its first line
+        reason = str(error).partition("\n")[0]
+        raise RankError(f"no rank 0 was found at dist_init_addr {address}: {reason}") from None
 
 
 def _watch(job: Job, workers: LocalWorkers, context: zmq.Context[zmq.Socket[bytes]]) -> None:

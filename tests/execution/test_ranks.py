@@ -16,6 +16,7 @@ import pytest
 
 import mini_sglang
 from mini_sglang.config import EngineConfig
+from mini_sglang.execution import node
 from mini_sglang.parallel import RankError
 from mini_sglang.request import SamplingParams
 
@@ -185,6 +186,22 @@ def test_an_address_that_is_not_ours(write_checkpoint: Any, start: Any) -> None:
         pytest.raises(ValueError, match=r"dist_init_addr 127\.0\.0\.1:"),
     ):
         start(write_checkpoint("llama"), tp=2, nnodes=2, dist_init_addr=f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("host", "error"),
+    [
+        ("127.0.0.1", "no rank 0 was found at dist_init_addr 127.0.0.1:{port}: .* timed out after 500ms"),
+        ("nowhere.invalid", "dist_init_addr nowhere.invalid:{port} must be an address of node 0: "),
+    ],
+)
+def test_a_node_that_finds_no_rank_0(host: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "MEETING_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = EngineConfig(tp=2, nnodes=2, node_rank=1, dist_init_addr=f"{host}:{port}")
+    with pytest.raises((RankError, ValueError), match=error.format(port=port)):
+        node.serve_node(config)
 
 
 @pytest.mark.parametrize(
