@@ -96,6 +96,8 @@ class EngineConfig:
             raise ValueError(f"node_rank must be between 0 and nnodes - 1, {self.nnodes - 1}, got {self.node_rank}")
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise ValueError(f"dist_init_addr must be given with nnodes {self.nnodes}, as HOST:PORT of node 0")
+        if self.nnodes == 1 and self.dist_init_addr is not None:
+            raise ValueError(f"dist_init_addr needs nnodes of at least 2, got 1 and {self.dist_init_addr!r}")
         if self.dist_init_addr is not None:
             host, _, port = self.dist_init_addr.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -210,6 +210,7 @@ def test_a_node_that_finds_no_rank_0(host: str, error: str, monkeypatch: pytest.
         ({"tp": 0}, "tp must be an integer of at least 1, got 0"),
         ({"tp": 3, "nnodes": 2}, "tp must be a multiple of nnodes, got 3 and 2"),
         ({"tp": 2, "nnodes": 2}, "dist_init_addr must be given with nnodes 2"),
+        ({"tp": 2, "dist_init_addr": "host:9000"}, "dist_init_addr needs nnodes of at least 2, got 1 and 'host:9000'"),
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "host"}, "dist_init_addr must be HOST:PORT, got 'host'"),
         ({"tp": 2, "node_rank": 1}, "node_rank must be between 0 and nnodes - 1, 0, got 1"),
     ],
