@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mini_sglang.models.registry import ARCHITECTURES
 from mini_sglang.request import SamplingParams
 
 ODD = {
@@ -69,6 +70,10 @@ GGUF_FEATURES: dict[str, dict[str, Any]] = {
 def sharing(thread_workers: None, running: Any) -> Callable[..., Any]:
     """`with sharing(model, tp=2, …) as engine`"""
     return running  # type: ignore[no-any-return]
+
+
+def test_no_family_is_forgotten_below() -> None:
+    assert {config["family"] for config in CHECKPOINTS.values()} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
