@@ -113,7 +113,7 @@ class ModelConfig:
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
             head_dim=_size(config, "head_dim", family.head_dim or hidden_size // num_heads),
             context_length=stretched_length(trained_length, rope_scaling),
-            rms_norm_eps=float(_optional(config, "rms_norm_eps", family.rms_norm_eps)),
+            rms_norm_eps=_number("rms_norm_eps", _optional(config, "rms_norm_eps", family.rms_norm_eps)),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tie_word_embeddings=bool(_optional(config, "tie_word_embeddings", family.tied)),
@@ -218,7 +218,7 @@ def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
     # transformers wrote "num_experts" before version 5
     number = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     step, layers = _size(config, "decoder_sparse_step", 1), _size(config, "num_hidden_layers")
-    dense = {layer for layer in range(layers) if (layer + 1) % step} | set(config.get("mlp_only_layers") or ())
+    dense = {layer for layer in range(layers) if (layer + 1) % step} | set(_list(config, "mlp_only_layers"))
     return ExpertsConfig(
         num_experts=_size(config, number, 128),
         experts_per_token=_size(config, "num_experts_per_tok", 8),
@@ -287,7 +287,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
             f"quantization_config (quant_method {method!r}) is not supported; "
             "use an unquantised checkpoint or a GGUF file"
         )
-    layer_types = set(config.get("layer_types") or ())
+    layer_types = set(map(str, _list(config, "layer_types")))
     if family.sliding_window(config) is not None and len(layer_types) <= 1:
         return
     if layer_types - {"full_attention"}:
@@ -301,11 +301,11 @@ def _rope(config: Mapping[str, Any], trained_length: int, default_theta: float) 
     rope: Mapping[str, Any] = config.get(key) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"{key} must be one mapping for all layers, got {rope!r}")
-    theta = float(_optional(rope, "rope_theta", _optional(config, "rope_theta", default_theta)))
-    partial = float(_optional(rope, "partial_rotary_factor", _optional(config, "partial_rotary_factor", 1.0)))
+    theta = _number("rope_theta", _optional(rope, "rope_theta", _optional(config, "rope_theta", default_theta)))
+    partial = _optional(rope, "partial_rotary_factor", _optional(config, "partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-    kind = _optional(rope, "rope_type", _optional(rope, "type", "default"))
+    kind = str(_optional(rope, "rope_type", _optional(rope, "type", "default")))
     if kind == "default":
         return theta, None
     if kind not in _ROPE_READERS:
@@ -322,19 +322,22 @@ def _read_linear(rope: Mapping[str, Any], original: int, trained_length: int) ->
 
 
 def _read_llama3(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
+    low, high = _factor(rope, "low_freq_factor"), _factor(rope, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"low_freq_factor must be below high_freq_factor, got {low} and {high}")
     return RopeScaling(
         kind="llama3",
         factor=_factor(rope, "factor"),
         original_context_length=original,
-        low_freq_factor=_factor(rope, "low_freq_factor"),
-        high_freq_factor=_factor(rope, "high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
     )
 
 
 def _read_yarn(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
     if rope.get("truncate") is False:
         raise ValueError("rope_scaling 'truncate': false is not supported for yarn")
-    factor = float(_optional(rope, "factor", trained_length / original))
+    factor = _number("factor", _optional(rope, "factor", trained_length / original))
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if attention_factor is None and mscale and mscale_all_dim:
@@ -399,10 +402,23 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _factor(rope: Mapping[str, Any], key: str) -> float:
-    value = rope.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"the rope scaling of config.json needs a number {key!r}, got {value!r}")
+    if rope.get(key) is None:
+        raise ValueError(f"the rope scaling of config.json needs a number {key!r}")
+    return _number(key, rope[key])
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key!r} must be a finite number above 0, got {value!r}")
     return float(value)
+
+
+def _list(config: Mapping[str, Any], key: str) -> list[Any]:
+    """Empty where the key is absent or null"""
+    value = _optional(config, key, [])
+    if not isinstance(value, list):
+        raise ValueError(f"config.json: {key!r} must be a list, got {value!r}")
+    return value
 
 
 def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:

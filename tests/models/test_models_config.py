@@ -205,6 +205,7 @@ def test_a_window_counts_where_the_family_has_one() -> None:
         ({"moe_intermediate_size": 0}, "'moe_intermediate_size' must be an integer of at least 1, got 0"),
         ({"use_sliding_window": True, "sliding_window": -1}, "'sliding_window' must be an integer of at least 1"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"mlp_only_layers": 3}, "'mlp_only_layers' must be a list, got 3"),
     ],
 )
 def test_a_mixture_that_does_not_fit_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -284,6 +285,16 @@ def test_end_tokens_of_both_configs_count() -> None:
         ({"num_key_value_heads": 3}, "num_kv_heads (3)"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"head_dim": 27}, "head_dim must be even"),
+        ({"rope_theta": []}, "'rope_theta' must be a finite number above 0, got []"),
+        ({"rope_theta": 0}, "'rope_theta' must be a finite number above 0, got 0"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps' must be a finite number above 0, got 'small'"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "type \"['linear']\" is not"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a finite number above 0, got 0"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "low_freq_factor must be below high_freq_factor, got 4.0 and 4.0",
+        ),
+        ({"layer_types": 5}, "'layer_types' must be a list, got 5"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
