@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,6 +113,7 @@ class Executor:
         self.config = resolve(config, model_config, self.source)
         self._max_rows = resolved(self.config.max_running_requests)
         self._landings: list[_Landing] = []  # that are free
+        self._closed = False
         self._ranks = _start_ranks(self.config) if self.config.tp > 1 else None
         try:
             with self._together():
@@ -122,7 +124,7 @@ class Executor:
                 self._ranks.close()
             raise
         if self._ranks is not None:
-            atexit.register(self.close)  # whoever forgets it: what ranks share is given back while all are there
+            atexit.register(_close_what_nobody_closed, weakref.ref(self), os.getpid())
         self.config = self.config.replace(num_pages=self._rank.num_pages)
         self.model_config = self._rank.model_config
 
@@ -154,14 +156,28 @@ class Executor:
             self._ranks.check()
 
     def close(self) -> None:
-        """Drop the model and the pool, and end the other ranks."""
-        atexit.unregister(self.close)
+        """Drop the model and the pool, and end the other ranks. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._rank.close()
         if self._ranks is not None:
             self._ranks.close()
 
+    @property
+    def is_beyond_closing(self) -> bool:
+        """Whether a rank was lost in such a way that only the process's end helps."""
+        return self._ranks is not None and self._ranks.is_beyond_closing
+
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.guard()
+
+
+def _close_what_nobody_closed(reference: weakref.ref[Executor], process: int) -> None:
+    """At the process's end: what ranks share is given back while all are there. A fork's end is none of them."""
+    executor = reference()
+    if executor is not None and os.getpid() == process and not executor.is_beyond_closing:
+        executor.close()
 
 
 def _start_ranks(config: EngineConfig) -> Ranks:
@@ -181,6 +197,8 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
         raise ValueError(f"context_length must be at most the model's {model.context_length}, got {context_length}")
     slots = config.max_running_requests or (64 if on_cpu else 256)
     ranks_here = config.tp // config.nnodes
+    if on_cpu and config.all_reduce != "auto":
+        raise ValueError(f"all_reduce must be auto on a CPU, where gloo sums, got {config.all_reduce}")
     if config.tp > 1 and not on_cpu and ranks_here > torch.cuda.device_count():
         raise ValueError(
             f"tp must be at most the GPUs that this process sees, {torch.cuda.device_count()}, on each node; "

@@ -20,6 +20,7 @@ from mini_sglang.execution.ranks import (
     Job,
     LocalWorkers,
     encode_report,
+    new_context,
     split_address,
 )
 from mini_sglang.parallel import RankError
@@ -43,7 +44,7 @@ def serve_node(config: EngineConfig) -> None:
     job = msgspec.structs.replace(job, config=job.config.replace(**here, node_rank=config.node_rank))
     per_node = config.tp // config.nnodes
     first = config.node_rank * per_node
-    context = zmq.Context()
+    context = new_context()
     workers = LocalWorkers(job, range(first, first + per_node), first)
     try:
         _watch(job, workers, context)

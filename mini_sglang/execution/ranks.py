@@ -4,8 +4,9 @@
           ▲                                                 │
         monitor thread ◀── reports: alive, or why not ──────┘        (sums of tensors go their own way: parallel.py)
 
-Whatever happens to one rank ends all of them within seconds, with an error that names it: a worker that died is seen by
-its parent, one that was stopped by its silence, one that failed says so itself. Knows batches as bytes, no model.
+Whatever happens to one worker ends all ranks within seconds, with an error that names it: one that died is seen by its
+parent, one that was stopped by its silence, one that failed says so itself. All workers end with rank 0; one that is
+stopped holds them up, as it would hold up itself alone. Knows batches as bytes, no model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -102,6 +104,13 @@ _encode_batch = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(ScheduledBatch).decode
 
 
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """ZeroMQ's, whose sockets take IPv6 addresses too."""
+    context = zmq.Context()
+    context.setsockopt(zmq.IPV6, 1)
+    return context
+
+
 def split_address(address: str) -> tuple[str, int]:
     """host:port, IPv6 hosts in brackets"""
     host, _, port = address.rpartition(":")
@@ -170,14 +179,15 @@ class Ranks:
 
     def __init__(self, config: EngineConfig) -> None:
         self._size = config.tp
-        self._on_gpus = config.device == "cuda"
+        self._on_gpus, self._process = config.device == "cuda", os.getpid()
+        self._may_hang = self._on_gpus or config.nnodes > 1  # where a peer that is lost does not break a wait for it
         self._store = _open_meeting_point(config)  # here as long as others may look it up
         self._failure: str | None = None
         self._failed, self._noticed, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._busy = False
         self._parallel: TensorParallel | None = None
         self._directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
-        self._context = zmq.Context()
+        self._context = new_context()
         self._orders = self._context.socket(zmq.XPUB)
         self._orders.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscriber
         self._orders.sndhwm = 0  # no order is ever dropped
@@ -194,6 +204,8 @@ class Ranks:
         if self._store is not None:
             self._store.set("job", msgspec.json.encode(self._job).decode())
         self._workers = LocalWorkers(self._job, range(1, config.tp // config.nnodes), 0)
+        if self._on_gpus:
+            atexit.register(self._end_at_once)
         self._monitor = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._monitor.start()
 
@@ -201,7 +213,8 @@ class Ranks:
         if config.nnodes == 1:
             socket.bind(f"ipc://{self._directory}/{name}")
         else:
-            socket.bind(f"tcp://{own_address(*split_address(str(config.dist_init_addr)))}:*")
+            address = own_address(*split_address(str(config.dist_init_addr)))
+            socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def connect(self) -> TensorParallel:
@@ -237,8 +250,9 @@ class Ranks:
             yield
         except CollectiveError as error:
             self._failed.wait(TICK_S * (_VERDICT_TICKS + SILENT_TICKS))  # the monitor finds out who it was
+            self._failure = self._failure or str(error)
             self._noticed.set()
-            raise RankError(self._failure or str(error)) from error
+            raise RankError(self._failure) from error
         except Exception as error:
             self._noticed.set()
             if self._failure is None or isinstance(error, RankError):
@@ -256,7 +270,7 @@ class Ranks:
             except (CollectiveError, RankError):
                 raise
             except Exception as error:
-                self._lose(f"rank 0 failed: {type(error).__name__}: {error}")
+                self._failure = self._failure or f"rank 0 failed: {type(error).__name__}: {error}"
                 raise RankError(self._failure) from error
 
     def close(self) -> None:
@@ -268,26 +282,30 @@ class Ranks:
             self._orders.send(LEAVE)
             self._workers.wait(LEAVE_S)
         self._workers.kill()
-        if self._parallel is not None and not (self._failure and self._on_gpus):
-            self._parallel.abort()
+        if not self.is_beyond_closing:
+            atexit.unregister(self._end_at_once)
+            if self._parallel is not None:
+                self._parallel.abort()
         self._context.destroy(linger=1000)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _lose(self, failure: str) -> None:
-        """From here on nothing is possible, and this process comes to no orderly end where it shares GPUs.
-
-        NCCL and CUDA would wait in their destructors for what a lost rank never sends. What they belong to is kept.
-        """
-        if self._failure is None:
-            self._failure = failure
-            if self._on_gpus:
-                atexit.register(self._end_at_once)
+    @property
+    def is_beyond_closing(self) -> bool:
+        """Whether NCCL and CUDA would wait in their destructors for what a lost rank never sends."""
+        return self._on_gpus and self._failure is not None
 
     def _end_at_once(self) -> None:
-        """At the process's end, after a failure."""
+        """At the end of a process that is beyond closing."""
+        if not self.is_beyond_closing or os.getpid() != self._process:
+            return
         self._monitor.join(_GRACE_S)  # it sees to it that the others have ended
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # nobody reads it, it was closed, there is none
+                stream.flush()
+        self._exit()
+
+    def _exit(self) -> NoReturn:
+        shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(1)
 
     def _watch(self) -> None:
@@ -329,7 +347,7 @@ class Ranks:
     def _fail(self, failure: str) -> None:
         """Say so, end the other ranks, and free this one from what it may wait for."""
         logger.error("%s; ending all ranks", failure)
-        self._lose(failure)
+        self._failure = failure
         self._workers.kill()
         self._pulse.send(LEAVE)
         self._failed.set()
@@ -338,7 +356,7 @@ class Ranks:
         if self._parallel is not None:  # NCCL comes back from it when no graph holds its operations any more
             threading.Thread(target=self._parallel.abort, name="abort", daemon=True).start()
         deadline = time.monotonic() + _GRACE_S
-        while self._busy and not self._noticed.wait(TICK_S):
+        while self._may_hang and self._busy and not self._noticed.wait(TICK_S):
             if time.monotonic() > deadline:
                 logger.critical("this process is held up where it waits for the lost rank, and ends too")
-                os._exit(1)
+                self._exit()

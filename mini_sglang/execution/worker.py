@@ -26,6 +26,7 @@ from mini_sglang.execution.ranks import (
     Failed,
     decode_batch,
     encode_report,
+    new_context,
 )
 from mini_sglang.lifetime import die_with_parent
 from mini_sglang.parallel import CollectiveError
@@ -49,7 +50,7 @@ def main() -> int:
 
 def run(assignment: Assignment) -> int:
     """Be one rank, from loading to the order to leave. Returns 0, or 1 after a failure that rank 0 was told of."""
-    context = zmq.Context()
+    context = new_context()
     stopped = threading.Event()
     heart = threading.Thread(target=_beat, args=(assignment, context, stopped), daemon=True)
     heart.start()

@@ -38,6 +38,27 @@ sys.stdin.read()
 """
 
 
+SLOW = """
+import sys, time, mini_sglang
+from mini_sglang.execution import ranks
+from mini_sglang.parallel import RankError
+engine = mini_sglang.Engine(mini_sglang.EngineConfig(model=sys.argv[1], dtype="float32", num_threads=1, tp=2))
+ranks._GRACE_S = 0.5
+compute = engine.executor._rank.run
+def slowly(batch):
+    time.sleep(2)
+    return compute(batch)
+engine.executor._rank.run = slowly
+engine.add_request("a", [5, 6], mini_sglang.SamplingParams(max_tokens=2, ignore_eos=True))
+print("ready", flush=True)
+try:
+    while engine.has_work:
+        engine.step()
+except RankError as error:
+    print(error)
+"""
+
+
 def children(pid: int) -> list[int]:
     """Of a process, oldest first."""
     found = []
@@ -162,13 +183,30 @@ def test_what_nobody_closes_ends_in_order(write_checkpoint: Any) -> None:
     assert not Path(f"/proc/{worker}").exists()
 
 
+def test_a_rank_lost_in_a_long_step_is_an_error_of_that_step(write_checkpoint: Any) -> None:
+    """Not the end of the process: on a CPU the step comes to its next sum, and that fails."""
+    command = [sys.executable, "-c", SLOW, str(write_checkpoint("llama").path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    [worker] = children(process.pid)
+    os.kill(worker, signal.SIGKILL)
+    assert process.communicate(timeout=LIMIT_S)[0] == b"rank 1 was killed by SIGKILL\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_two_nodes_until_one_is_lost(
-    write_checkpoint: Any, start: Any, generate: Any, greedy: Any, ragged_prompts: Any
+    write_checkpoint: Any, start: Any, generate: Any, greedy: Any, ragged_prompts: Any, host: str
 ) -> None:
     checkpoint = write_checkpoint("qwen2")
     prompts = ragged_prompts(4, 320)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            port = probe.getsockname()[1]
+    except OSError as error:
+        pytest.skip(f"no {host}: {error}")
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     command = [sys.executable, "-m", "mini_sglang", "serve", str(checkpoint.path), "--tp", "2", "--nnodes", "2"]
     command += ["--node-rank", "1", "--dist-init-addr", address]
     node = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
