@@ -135,7 +135,7 @@ def measure_offline(engine: Engine, workload: Workload, *, runs: int = 2, profil
     host = [host_time(engine, running) for running in sorted({min(16, most), most})]
     profiles: list[Profile] = []
     if profile_steps:  # last, since the tracer slows down what the host does after it
-        middle = measured[0].steps // 2
+        middle = max(1, measured[0].steps // 2)  # a run may be a single step, which is its start
         profiler = StepProfiler({"start": 0, "middle": middle}, min(profile_steps, middle))
         run(engine, workload.shifted(runs + 1, vocab_size), before_step=profiler)
         profiler.finish()

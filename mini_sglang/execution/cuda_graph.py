@@ -103,12 +103,12 @@ class DecodeGraphs:
 
         Either is `max_rows` at most. The very same tuple of slots as last time is on the device already.
         """
-        self._mailbox.put(pages)
         size = self._graphs.size_for(len(slots))
         if slots is not self._loaded:
             padded = slots + (self._idle_slot,) * (size - len(slots))
             self._slots[:size].copy_(staged(padded, self._slots.device), non_blocking=True)
             self._loaded = slots
+        self._mailbox.put(pages)  # last, since host and device must count the same steps, and the copy may fail
         return self._graphs.replay(size, len(slots))
 
     def arriving(self, rows: int) -> memoryview[int]:
