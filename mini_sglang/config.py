@@ -74,8 +74,9 @@ class EngineConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
-        if self.run_ahead is not None and self.run_ahead > _MOST_RUN_AHEAD:
-            raise ValueError(f"run_ahead must be at most {_MOST_RUN_AHEAD}, got {self.run_ahead}; 1 keeps a GPU busy")
+        for name, (most, advice) in _MOST.items():
+            if (value := getattr(self, name)) is not None and value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}; {advice}")
         if not 0 < self.mem_fraction <= 1:
             raise ValueError(f"mem_fraction must be greater than 0 and at most 1, got {self.mem_fraction}")
         if self.device not in _DEVICES:
@@ -163,7 +164,10 @@ _LEAST = {  # of settings that may be left open
     "run_ahead": 0,
     "cuda_graph_max_bs": 0,
 }
-_MOST_RUN_AHEAD = 32  # the rings in execution/mailbox.py are twice as long
+_MOST = {
+    "run_ahead": (32, "1 keeps a GPU busy"),  # the rings in execution/mailbox.py are twice as long
+    "num_threads": (1024, "one for each core is the fastest"),
+}
 _DEVICES = ("auto", "cpu", "cuda")
 _CHOICES = {
     "model_source": ("huggingface", "modelscope"),

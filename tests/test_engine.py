@@ -194,6 +194,7 @@ def test_every_dtype_runs_on_any_cpu(write_checkpoint: Any) -> None:
         ({"device": "cpu", "all_reduce": "nccl"}, "all_reduce must be auto on a CPU, where gloo sums, got nccl"),
         ({"weights": "packed"}, "weights=packed needs a 4-bit GGUF"),
         ({"run_ahead": 33}, "run_ahead must be at most 32, got 33"),
+        ({"num_threads": 1_000_000}, "num_threads must be at most 1024, got 1000000; one for each core"),
         ({"kv_cache_bytes": 100}, "kv_cache_bytes must hold at least two pages"),
         ({"device": "cpu", "num_pages": 10**12}, r"num_pages must be at most \d+, which fill this machine's memory"),
     ],
