@@ -123,10 +123,14 @@ class Clock:
         self.now = 0.0
         self._steps = list(step_seconds)
         self._ids: list[str] = []
-        self.model_config = SimpleNamespace(vocab_size=100)
+        self.model_config = SimpleNamespace(vocab_size=100, context_length=100)
+        self.config = SimpleNamespace(page_size=1)
 
     def add_request(self, request_id: str, prompt_ids: list[int], params: object) -> None:
         self._ids.append(request_id)
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(num_pages=100)
 
     @property
     def has_work(self) -> bool:

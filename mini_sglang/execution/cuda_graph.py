@@ -108,7 +108,8 @@ class DecodeGraphs:
             padded = slots + (self._idle_slot,) * (size - len(slots))
             self._slots[:size].copy_(staged(padded, self._slots.device), non_blocking=True)
             self._loaded = slots
-        self._mailbox.put(pages)  # last, since host and device must count the same steps, and the copy may fail
+        # behind all that may fail, since host and device must count the same steps
+        self._mailbox.put(pages)
         return self._graphs.replay(size, len(slots))
 
     def arriving(self, rows: int) -> memoryview[int]:
