@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -124,7 +123,8 @@ class Executor:
                 self._ranks.close()
             raise
         if self._ranks is not None:
-            atexit.register(_close_what_nobody_closed, weakref.ref(self), os.getpid())
+            self._process = os.getpid()
+            atexit.register(self._close_if_nobody_did)
         self.config = self.config.replace(num_pages=self._rank.num_pages)
         self.model_config = self._rank.model_config
 
@@ -160,24 +160,19 @@ class Executor:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._close_if_nobody_did)
         self._rank.close()
         if self._ranks is not None:
             self._ranks.close()
 
-    @property
-    def is_beyond_closing(self) -> bool:
-        """Whether a rank was lost in such a way that only the process's end helps."""
-        return self._ranks is not None and self._ranks.is_beyond_closing
+    def _close_if_nobody_did(self) -> None:
+        """At the process's end: what ranks share is given back while all are there. A fork's end is none of theirs."""
+        lost = self._ranks is not None and self._ranks.is_beyond_closing
+        if os.getpid() == self._process and not lost:
+            self.close()
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.guard()
-
-
-def _close_what_nobody_closed(reference: weakref.ref[Executor], process: int) -> None:
-    """At the process's end: what ranks share is given back while all are there. A fork's end is none of them."""
-    executor = reference()
-    if executor is not None and os.getpid() == process and not executor.is_beyond_closing:
-        executor.close()
 
 
 def _start_ranks(config: EngineConfig) -> Ranks:

@@ -32,9 +32,11 @@ if "mini_sglang.execution.worker" in sys.orig_argv:
 """
 SCRIPT = """
 import sys, mini_sglang
-engine = mini_sglang.Engine(mini_sglang.EngineConfig(model=sys.argv[1], dtype="float32", num_threads=1, tp=2))
-print("ready", flush=True)
-sys.stdin.read()
+def main():
+    engine = mini_sglang.Engine(mini_sglang.EngineConfig(model=sys.argv[1], dtype="float32", num_threads=1, tp=2))
+    print("ready", flush=True)
+    sys.stdin.read()
+main()
 """
 
 
@@ -172,15 +174,22 @@ def test_a_killed_parent_leaves_nothing(write_checkpoint: Any) -> None:
     until(lambda: not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text())
 
 
-def test_what_nobody_closes_ends_in_order(write_checkpoint: Any) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(write_checkpoint("llama").path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_what_nobody_closes_ends_in_order(write_checkpoint: Any, tmp_path: Path) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(write_checkpoint("llama").path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     [worker] = children(process.pid)
     _, log = process.communicate(timeout=LIMIT_S)  # closes its standard input, which the script waits for
     assert process.returncode == 0, log.decode()
     assert not Path(f"/proc/{worker}").exists()
+    assert not list(folder.glob("mini-sglang-*"))
 
 
 def test_a_rank_lost_in_a_long_step_is_an_error_of_that_step(write_checkpoint: Any) -> None:
