@@ -68,7 +68,8 @@ def roofline_table(traffic: Traffic, ceilings: Ceilings, seconds: float) -> Tabl
 
 
 def host_table(times: Sequence[HostTime]) -> Table:
-    table = _table("Host, µs a decode step", "running requests", "schedule", "launch", "update", "in all")
+    launch = "launch (on a CPU the step itself, and not counted)"
+    table = _table("Host, µs a decode step", "running requests", "schedule", launch, "update", "in all")
     for time in times:
         parts = (time.schedule_us, time.launch_us, time.update_us, time.total_us)
         table.add_row(str(time.running), *(f"{part:,.0f}" for part in parts))
