@@ -38,8 +38,6 @@ def main():
     sys.stdin.read()
 main()
 """
-
-
 SLOW = """
 import sys, time, mini_sglang
 from mini_sglang.execution import ranks
