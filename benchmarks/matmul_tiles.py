@@ -3,13 +3,15 @@
     python benchmarks/matmul_tiles.py [--shapes qwen3-8b,...] [--rows 8,64,...]
 
 Per matrix and number of rows: microseconds of cuBLAS, of the tile that is picked, and of the fastest among all tiles
-and pipeline depths. Replays of CUDA graphs over so many copies of the weights that none is found in the L2 cache.
+and pipeline depths; of gate and up also with the gate, which is a kernel of its own behind cuBLAS. Replays of CUDA
+graphs over so many copies of the weights that none is found in the L2 cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 import triton
 
 from mini_sglang.kernels.matmul import MATMUL_TILES, MatmulTile, matmul, matmul_tile
+from mini_sglang.kernels.silu_mul import silu_mul
 
 SHAPES = Path(__file__).parent / "shapes"
 ROWS = (8, 64, 96, 128, 160, 256, 512, 1024, 2048, 8192)
@@ -52,7 +55,12 @@ def microseconds(product: Callable[[torch.Tensor], object], weights: list[torch.
     return float(triton.testing.do_bench(graph.replay, warmup=5, rep=20, return_mode="median")) * 1e3 / len(weights)
 
 
-def fastest(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[float, MatmulTile]:
+def with_cublas(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> torch.Tensor:
+    product = F.linear(x, weight)
+    return silu_mul(product) if gated else product
+
+
+def fastest(x: torch.Tensor, weights: list[torch.Tensor], *, gated: bool) -> tuple[float, MatmulTile]:
     found = []
     for tile in MATMUL_TILES:
         if tile.rows >= 2 * len(x) and tile.rows > 64:
@@ -60,7 +68,7 @@ def fastest(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[float, Matmul
         for stages in STAGES:
             deeper = dataclasses.replace(tile, num_stages=stages)
             if (tile.rows + tile.columns) * 128 * stages <= 220 << 10:  # bytes of shared memory
-                time = microseconds(partial(matmul, x, tile=deeper), weights)
+                time = microseconds(partial(matmul, x, gated=gated, tile=deeper), weights)
                 found.append((time, deeper))
     return min(found, key=lambda pair: pair[0])
 
@@ -70,21 +78,23 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen3-8b,qwen3-0.6b", help="folders of benchmarks/shapes")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
     arguments = parser.parse_args()
-    print(f"{'matrix':20} {'rows':>5} {'cuBLAS':>8} {'picked':>8} {'fastest':>8}  tile (rows x columns, stages)")
+    print(f"{'matrix':24} {'rows':>5} {'cuBLAS':>8} {'picked':>8} {'fastest':>8}  tile (rows x columns, stages)")
     for shape in arguments.shapes.split(","):
         for name, (outputs, inputs) in matrices(shape).items():
             copies = max(2, COLD_BYTES // (outputs * inputs * 2))
             weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-            for rows in map(int, arguments.rows.split(",")):
+            for gated, rows in itertools.product(
+                (False, True) if name == "gate_up" else (False,), map(int, arguments.rows.split(","))
+            ):
                 if name == "head" and rows > 256:
                     continue
                 x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-                cublas = microseconds(partial(F.linear, x), weights)
+                cublas = microseconds(partial(with_cublas, x, gated=gated), weights)
                 picked = matmul_tile(rows, outputs, x.dtype)
-                ours = microseconds(partial(matmul, x), weights)
-                best, tile = fastest(x, weights)
+                ours = microseconds(partial(matmul, x, gated=gated), weights)
+                best, tile = fastest(x, weights, gated=gated)
                 print(
-                    f"{shape + ' ' + name:20} {rows:5} {cublas:8.1f} {ours:8.1f} {best:8.1f}  "
+                    f"{shape + ' ' + name + ', gated' * gated:24} {rows:5} {cublas:8.1f} {ours:8.1f} {best:8.1f}  "
                     f"{picked.rows} x {picked.columns}, {picked.num_stages}; "
                     f"{tile.rows} x {tile.columns}, {tile.num_stages}",
                     flush=True,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -29,7 +30,7 @@ class MatmulTile:
     """What one program computes, and how. No field changes a bit of the result."""
 
     rows: int
-    columns: int
+    columns: int  # rows of the weight; in a gated product half of them are the gate's
     num_warps: int
     num_stages: int  # depth of the pipeline that loads x and the weights ahead
 
@@ -67,6 +68,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
+    gated: bool = False,
     out: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
 ) -> torch.Tensor:
@@ -74,9 +76,13 @@ def matmul(
 
     Summed in float32 and rounded once. All have one dtype. `residual` [rows, N] contiguous is overwritten and returned.
     Without one the result goes into `out` [rows, N], contiguous, where that is given.
-    Raises ValueError for layouts that the memory engine cannot read.
+    `gated`: weight [2 N, K] and bias [2 N] -> silu(first half) * second half [rows, N], of the float32 sums.
+    Raises ValueError for layouts that the memory engine cannot read, and for `gated` with a residual.
     """
-    rows, depth, columns = x.shape[0], x.shape[1], weight.shape[0]
+    if gated and (residual is not None or weight.shape[0] % 2):
+        raise ValueError(f"a gated product takes a weight of two halves and no residual; weight {list(weight.shape)}")
+    rows, depth = x.shape
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if residual is not None:
         out = residual
     _check(x, weight, out)
@@ -84,12 +90,15 @@ def matmul(
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    tile = tile or matmul_tile(rows, columns, x.dtype)
+    tile = tile or matmul_tile(rows, weight.shape[0], x.dtype)
+    block_columns = tile.columns // 2 if gated else tile.columns  # of the result
     block_depth = 64 if x.dtype.itemsize <= 2 else 32
     fills_a_tile = rows >= tile.rows
-    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, block_columns),)](
         TensorDescriptor.from_tensor(x, [tile.rows, block_depth]) if fills_a_tile else x,
-        TensorDescriptor.from_tensor(weight, [tile.columns, block_depth]),
+        TensorDescriptor.from_tensor(weight.view(2, columns, depth), [2, block_columns, block_depth])
+        if gated
+        else TensorDescriptor.from_tensor(weight, [block_columns, block_depth]),
         bias,
         residual,
         out,
@@ -97,9 +106,10 @@ def matmul(
         columns,
         depth,
         x.stride(0),
+        GATED=gated,
         FILLS_A_TILE=fills_a_tile,
         BLOCK_ROWS=tile.rows,
-        BLOCK_COLUMNS=tile.columns,
+        BLOCK_COLUMNS=block_columns,
         BLOCK_DEPTH=block_depth,
         ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
@@ -110,13 +120,21 @@ def matmul(
 
 
 def matmul_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
     """The twin of `matmul`, in float64; it leaves `residual` as it is."""
     product = x.double() @ weight.double().t()
     for addend in (bias, residual):
         if addend is not None:
             product += addend.double()
+    if gated:
+        gate, up = product.chunk(2, dim=-1)
+        product = F.silu(gate) * up
     return product.to(x.dtype)
 
 
@@ -155,6 +173,7 @@ def _matmul_kernel(
     columns,
     depth,
     x_stride,
+    GATED: tl.constexpr,
     FILLS_A_TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -163,6 +182,8 @@ def _matmul_kernel(
     OVERLAP: tl.constexpr,
 ):
     """weight is a tensor descriptor: what lies outside reads as 0, which adds nothing. x is one where it fills a tile.
+
+    With GATED it is one of [2, columns, depth], gate and up: a tile holds the same columns of both, for one tl.dot.
 
     The memory engine takes up to twice as long over a tile that lies partly outside of x. So the last one ends with the
     last row, and stores only what is its own; and fewer rows than a tile has are read through pointers.
@@ -175,7 +196,7 @@ def _matmul_kernel(
     at_row = first_row + tl.arange(0, BLOCK_ROWS)
     at_column = first_column + tl.arange(0, BLOCK_COLUMNS)
     at_depth = tl.arange(0, BLOCK_DEPTH)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, 2 * BLOCK_COLUMNS if GATED else BLOCK_COLUMNS], tl.float32)
     await_inputs(OVERLAP)
     for start in range(0, depth, BLOCK_DEPTH):
         if FILLS_A_TILE:
@@ -183,12 +204,22 @@ def _matmul_kernel(
         else:
             inside = (at_row < rows)[:, None] & (start + at_depth < depth)[None, :]
             x_tile = tl.load(x + at_row[:, None] * x_stride + (start + at_depth)[None, :], mask=inside, other=0.0)
-        acc = tl.dot(x_tile, tl.trans(weight.load([first_column, start])), acc, input_precision="ieee")
+        if GATED:
+            weight_tile = tl.reshape(weight.load([0, first_column, start]), [2 * BLOCK_COLUMNS, BLOCK_DEPTH])
+        else:
+            weight_tile = weight.load([first_column, start])
+        acc = tl.dot(x_tile, tl.trans(weight_tile), acc, input_precision="ieee")
     own = (at_row >= row_tile * BLOCK_ROWS) & (at_row < rows)
     there = own[:, None] & (at_column < columns)[None, :]
     places = at_row.to(tl.int64)[:, None] * columns + at_column[None, :]
+    if GATED:  # every thread has both of a pair
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_ROWS, 2, BLOCK_COLUMNS]), [0, 2, 1]))
     if bias is not None:
         acc += tl.load(bias + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if bias is not None:
+            up += tl.load(bias + columns + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
+        acc = acc * tl.sigmoid(acc) * up
     if residual is not None:
         acc += tl.load(residual + places, mask=there, other=0.0).to(tl.float32)
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=there)

@@ -93,15 +93,16 @@ class InvariantMatrix:
         self.weight, self._bias = weight, bias
 
     def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
-        return matmul(x, self.weight, self._bias, out=out)
+        return matmul(self._normed(x, norm), self.weight, self._bias, out=out)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        return silu_mul(self.product(x, norm), ahead=ahead)
+        return matmul(self._normed(x, norm), self.weight, self._bias, gated=True)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return matmul(x, self.weight, self._bias, residual=residual)
+
+    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return x if norm is None else rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
 
 
 class TritonExperts:

@@ -43,6 +43,22 @@ def test_adds_a_bias_and_a_residual_in_place(device: torch.device) -> None:
     assert_near(residual, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "size", "depth"), [(1, 16, 16), (3, 40, 80), (65, 72, 64), (130, 136, 208)])
+@pytest.mark.parametrize("tile", [None, MatmulTile(64, 32, num_warps=4, num_stages=2), MATMUL_TILES[4]])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gated_product_is_rounded_once(
+    device: torch.device, dtype: torch.dtype, rows: int, size: int, depth: int, tile: MatmulTile | None, biased: bool
+) -> None:
+    x = random(rows, depth, dtype=dtype, device=device)
+    weight = random(2 * size, depth, dtype=dtype, device=device, seed=1)
+    bias = random(2 * size, dtype=dtype, device=device, seed=2) if biased else None
+    out = torch.full((rows + 1, size), 7.0, dtype=dtype, device=device)
+    assert matmul(x, weight, bias, gated=True, out=out[:rows], tile=tile).data_ptr() == out.data_ptr()
+    assert_near(out[:rows], matmul_reference(x, weight, bias, gated=True))
+    assert out[rows].tolist() == [7.0] * size
+
+
 def test_the_result_goes_where_it_is_wanted(device: torch.device) -> None:
     x = random(2, 64, dtype=torch.float32, device=device)
     weight = random(8, 64, dtype=torch.float32, device=device, seed=1)
@@ -67,6 +83,10 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
         matmul(x[:, :32], weight)
     with pytest.raises(ValueError, match="must be contiguous"):
         matmul(torch.zeros(32, 4, device=device).t(), torch.zeros(16, 32, device=device))
+    with pytest.raises(ValueError, match="no residual"):
+        matmul(x[:, :32], torch.zeros(16, 32, device=device), residual=torch.zeros(4, 8, device=device), gated=True)
+    with pytest.raises(ValueError, match="two halves"):
+        matmul(x[:, :32], torch.zeros(15, 32, device=device), gated=True)
 
 
 def test_every_step_size_has_a_tile_that_fills_the_gpu_if_one_can() -> None:
@@ -76,6 +96,30 @@ def test_every_step_size_has_a_tile_that_fills_the_gpu_if_one_can() -> None:
             programs = -(-rows // tile.rows) * -(-columns // tile.columns)
             assert tile in MATMUL_TILES
             assert programs >= 128 or tile.columns <= 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gated_row_adds_in_one_order_in_every_batch_and_tile(device: torch.device, dtype: torch.dtype) -> None:
+    """K holds a large block, a small one, and the large one's negative: the small one is rounded between the two.
+
+    Within a block small integers add exactly, since the interpreter's products of a block have no order of their own.
+    """
+    size, block = 72, 64
+    scale = torch.tensor([512, 1 / 8, 512]).repeat_interleave(block)
+    x = (random(200, 3 * block, dtype=dtype, device=device) * 2).round() * scale.to(device, dtype)
+    weight = (random(2 * size, 3 * block, dtype=dtype, device=device, seed=1) * 2).round()
+    x[:, 2 * block :], weight[:, :block] = x[:, :block], weight[:, :block] * 512
+    weight[:, 2 * block :] = -weight[:, :block]
+    bias = random(2 * size, dtype=dtype, device=device, seed=2)
+    wanted = matmul(x, weight, bias, gated=True)
+    assert wanted.isfinite().all()
+    assert not torch.isclose(wanted, matmul_reference(x, weight, bias, gated=True), rtol=1e-2).all()
+    for tile in MATMUL_TILES:
+        if dtype.itemsize > 2 and tile.columns > 64:
+            continue
+        for first, rows in ((0, 1), (0, 64), (63, 65), (71, 129), (0, 200)):
+            span = slice(first, first + rows)
+            assert torch.equal(matmul(x[span], weight, bias, gated=True, tile=tile), wanted[span]), (tile, first, rows)
 
 
 @pytest.mark.gpu
@@ -96,6 +140,25 @@ def test_a_row_has_the_same_bits_in_every_batch_and_tile(dtype: torch.dtype, col
             assert torch.equal(matmul(x[span], weight, bias, residual[span].clone()), wanted[span]), (rows, first)
     for tile in MATMUL_TILES:
         assert torch.equal(matmul(x[:300], weight, bias, residual[:300].clone(), tile=tile), wanted[:300]), tile
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "depth"), [(3072, 1024), (12288, 4096), (520, 4112)])
+def test_a_gated_row_has_the_same_bits_on_a_gpu(dtype: torch.dtype, size: int, depth: int) -> None:
+    device = torch.device("cuda")
+    x = random(2113, depth, dtype=dtype, device=device)
+    weight = random(2 * size, depth, dtype=dtype, device=device, seed=1) / depth**0.5
+    bias = random(2 * size, dtype=dtype, device=device, seed=2)
+    wanted = matmul(x, weight, bias, gated=True)
+    assert_near(wanted, matmul_reference(x, weight, bias, gated=True))
+    for rows in (1, 2, 7, 33, 64, 65, 100, 128, 129, 200, 256, 257, 500, 1000):
+        for first in {0, 2113 - rows, (2113 - rows) // 3}:
+            span = slice(first, first + rows)
+            assert torch.equal(matmul(x[span], weight, bias, gated=True), wanted[span]), (rows, first)
+    for tile in MATMUL_TILES:
+        assert torch.equal(matmul(x[:300], weight, bias, gated=True, tile=tile), wanted[:300]), tile
 
 
 @pytest.mark.gpu
