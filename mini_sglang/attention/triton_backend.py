@@ -17,7 +17,7 @@ from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.transfer import send
 from mini_sglang.kernels.base import KVCells
-from mini_sglang.kernels.paged_decode import PagedDecode, decode_tuning, split_tokens_for
+from mini_sglang.kernels.paged_decode import PagedDecode, decode_tuning
 from mini_sglang.kernels.paged_prefill import (
     SHORT_PREFILL,
     PrefillTuning,
@@ -85,9 +85,9 @@ class TritonBackend:
         if self._deterministic:
             self.decode.plan_tiles(rows[1], rows[2], rows[3], send(tiles, device, torch.int64))
             return TritonDecodePlan(self, metadata.page_table, metadata.cells)
-        decodes = sum(1 for length in lengths if length)
+        decodes = any(lengths)
         if decodes:
-            self.decode.plan(rows[0], rows[3], split_tokens=self.split_tokens(decodes))
+            self.decode.plan(rows[0], rows[3])
         return TritonPlan(
             self,
             metadata.page_table,
@@ -97,7 +97,7 @@ class TritonBackend:
             rows[3],
             send(tiles, device) if tiles else None,
             tuning,
-            decodes=decodes > 0,
+            decodes=decodes,
         )
 
     def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> TritonDecodePlan:
@@ -105,7 +105,7 @@ class TritonBackend:
 
         page_table [R, pages], cells [R] int64, lengths [R] int32: tokens that each row sees, its own included.
         """
-        self.decode.plan(lengths, self._each_row[: len(lengths)], split_tokens=self.split_tokens(len(lengths)))
+        self.decode.plan(lengths, self._each_row[: len(lengths)])
         return TritonDecodePlan(self, page_table, cells)
 
     def plan_prompts(
@@ -127,7 +127,7 @@ class TritonBackend:
             self.decode.plan_tiles(starts.int(), counts.int(), firsts, tiles)
             return TritonDecodePlan(self, page_table, cells)
         lengths = torch.where(counts == 1, starts + 1, 0).int()
-        self.decode.plan(lengths[:-1], firsts[:-1], split_tokens=self.split_tokens(len(counts) - 1))
+        self.decode.plan(lengths[:-1], firsts[:-1])
         chunks = torch.where(counts > 1, counts, 0).int()
         return TritonPlan(self, page_table, cells, starts.int(), chunks, firsts, tiles, self._short, decodes=True)
 
@@ -143,10 +143,6 @@ class TritonBackend:
     def _chunks(self, counts: list[int]) -> list[int]:
         """Tokens of each row that are computed in tiles; a single one is left to the splits of decode attention."""
         return [count if count > 1 or self._deterministic else 0 for count in counts]
-
-    def split_tokens(self, rows: int) -> int:
-        """Tokens per split of a step that decodes `rows` rows."""
-        return split_tokens_for(rows, self.pool.num_kv_heads)
 
 
 class TritonDecodePlan:

@@ -3,21 +3,21 @@
 Responsible for the Triton kernels, their workspace and the PyTorch twin. Knows tensors only: no request, no model, no
 backend. Grids depend on static maxima and lengths are read on the device, so every launch can lie in a CUDA graph.
 
-How the work is cut. A row is cut into splits of `split_tokens` tokens (longer for long rows, so that none has more than
-`max_splits`): the order of additions is a function of the row's own length, never of the batch. A work item is one
-split of one KV head; the query heads that share it are the rows of one tile, padded to the 16 that a tensor core takes.
-Programs walk the list of items, long rows first, the short last splits at the end; there are more of them than the GPU
-holds at once, so that it starts the next wherever one has ended early. The program that finishes a row's last split
-merges the splits in their order ("split-KV", Dao et al., Flash-Decoding, 2023).
+How the work is cut. A row is cut into splits of what each program would get if all that the GPU holds at once got the
+same, so they end together (longer for long rows, so that none has more than `max_splits`). A work item is one split of
+one KV head; the query heads that share it are the rows of one tile, padded to the 16 that a tensor core takes. Programs
+walk the list of items, whole splits first, then what is left of each row, the longest first; there are more programs
+than the GPU holds at once, so that it starts the next wherever one has ended early. The program that finishes a row's
+last split merges the splits in their order ("split-KV", Dao et al., Flash-Decoding, 2023).
 
-    row 0  |split 0|split 1|split 2|last|        items: 0.0 0.1 0.2 1.0 | 0.3 1.1 2.0, times KV heads
-    row 1  |split 0|last|
-    row 2  |last|
+    row 0  |split 0|split 1|split 2|last|        items: 0.0 0.1 0.2 1.0 | 2.0 0.3 1.1, times KV heads
+    row 1  |split 0|la|
+    row 2  |last  |
 
-With `max_splits` 1 rows are not cut, and the kernel computes prompts too: an item holds up to 16 // group consecutive
-tokens of a row (tile row i is token i // group, head i % group), each of which sees one position more. A tile that lies
-behind a token's own position leaves its sums as they are, so a token has the same bits whichever item it is part of,
-decoded alone or as a piece of any chunk.
+With `max_splits` 1 rows are not cut, so that the order of additions depends on no other row, and the kernel computes
+prompts too: an item holds up to 16 // group consecutive tokens of a row (tile row i is token i // group, head i %
+group), each of which sees one position more. A tile that lies behind a token's own position leaves its sums as they
+are, so a token has the same bits whichever item it is part of, decoded alone or as a piece of any chunk.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -36,13 +36,15 @@ from mini_sglang.kernels.overlap import await_inputs, await_inputs_alone, hand_o
 
 _FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
 _FEW_ROWS = 16  # planned by a kernel of their own: one per number of rows would take seconds to compile
+_LEAST = 32  # tokens of a split that is worth its merge
+_WARPS_AT_ONCE = 8  # that fit into the registers of one multiprocessor
 
 
 @dataclass(frozen=True)
 class DecodeTuning:
-    """How the kernel is cut. `max_splits` and `block_tokens` change the last bits of results, the others do not.
+    """How the kernel is cut. `num_stages` and `programs_per_sm` change no bit of the results.
 
-    Programs of one warp need no barriers among warps. Eight of them fit into the registers of an H200's multiprocessor;
+    Programs of one warp need no barriers among warps. Eight warps fit into the registers of an H200's multiprocessor;
     with 24 for each, of which the next begins where one ends, it reads 3 to 8 % faster than with 8.
     """
 
@@ -68,20 +70,6 @@ def decode_tuning(head_dim: int, dtype: torch.dtype) -> DecodeTuning:
     if head_dim > 128:
         return DecodeTuning(num_warps=2, programs_per_sm=12)
     return DecodeTuning()
-
-
-def split_tokens_for(rows: int, num_kv_heads: int) -> int:
-    """Tokens per split that a step of so many rows runs fastest with, measured on an H200 with rows of 100 to 2,000.
-
-    Few rows need many splits to fill the GPU, many rows none; in between, the splits should go evenly into what the
-    GPU holds at once.
-    For results that do not depend on the batch, use one number for all steps instead (128 costs a large batch 5 %).
-    """
-    pairs = rows * num_kv_heads
-    return next((tokens for most_pairs, tokens in _SPLIT_TOKENS if pairs <= most_pairs), 2048)
-
-
-_SPLIT_TOKENS = ((16, 32), (32, 64), (64, 128), (128, 192), (384, 256), (512, 640), (768, 512), (1024, 1024))
 
 
 class PagedDecode:
@@ -119,12 +107,13 @@ class PagedDecode:
         self._arrived = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
         self._partial = torch.empty(max_rows, splits, num_heads, head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(max_rows, splits, num_heads, dtype=torch.float32, device=device)
-        self._most_programs = 4  # in the interpreter: enough to meet every case of sharing
+        self._most_programs, self._at_once = 4, 16  # in the interpreter: enough to meet every case of sharing
         if device.type == "cuda":
             sms = torch.cuda.get_device_properties(device).multi_processor_count
             self._most_programs = sms * tuning.programs_per_sm
+            self._at_once = sms * _WARPS_AT_ONCE // tuning.num_warps
 
-    def plan(self, lengths: torch.Tensor, tokens: torch.Tensor, *, split_tokens: int) -> None:
+    def plan(self, lengths: torch.Tensor, tokens: torch.Tensor) -> None:
         """List the step's work.
 
         lengths [rows] int32: tokens that each row's query sees, its own included, 0 to skip the row; tokens [rows]
@@ -133,16 +122,16 @@ class PagedDecode:
         rows = lengths.shape[0]
         if rows > self._max_rows:
             raise ValueError(f"{rows} rows exceed the workspace's {self._max_rows}")
-        if split_tokens < 1 or split_tokens % self._tuning.block_tokens:
-            raise ValueError(f"split_tokens {split_tokens} is no multiple of {self._tuning.block_tokens}")
         _plan_kernel[(rows,)](
             lengths,
             tokens,
             self._items,
             self._num_items,
             rows,
-            split_tokens,
             ROWS=_FEW_ROWS if rows <= _FEW_ROWS else triton.next_power_of_2(self._max_rows),
+            KV_HEADS=self._num_kv_heads,
+            AT_ONCE=self._at_once,
+            LEAST=_LEAST,
             MAX_SPLITS=self._tuning.max_splits,
             BLOCK=self._tuning.block_tokens,
             WINDOW=self._window,
@@ -270,43 +259,56 @@ def check_operands(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ou
 
 
 @triton.jit
-def _split_of(length, split_tokens, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """(first position that is read, tokens per split, number of splits) of a row, or of a vector of rows"""
+def _first_seen(length, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """The first position that a row of `length` tokens reads, or each of a vector of rows"""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
-    size = split_tokens * tl.maximum(tl.cdiv(length - first, split_tokens * MAX_SPLITS), 1)
-    return first, size, tl.cdiv(length - first, size)
+    return first
 
 
-@triton.jit(do_not_specialize=["lengths", "tokens", "rows", "split_tokens"])
+@triton.jit
+def _split_of(seen, size, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """(tokens per split, splits, tokens of the last one) of a row that sees so many, or of each of a vector of rows"""
+    size = tl.maximum(size, tl.cdiv(seen, MAX_SPLITS * BLOCK) * BLOCK)
+    splits = tl.cdiv(seen, size)
+    return size, splits, seen - tl.maximum(splits - 1, 0) * size
+
+
+@triton.jit(do_not_specialize=["lengths", "tokens", "rows"])
 def _plan_kernel(
     lengths,
     tokens,
     items,
     num_items,
     rows,
-    split_tokens,
     ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LEAST: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     FIELDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row writes its items: whole splits of long rows first, all last splits behind them."""
+    """One program per row writes its items: whole splits of long rows first, behind them the last splits by length."""
     await_inputs_alone(OVERLAP)
     row = tl.program_id(0)
     others = tl.arange(0, ROWS)
     length = tl.load(lengths + row)
     token = tl.load(tokens + row)
     other_lengths = tl.load(lengths + others, mask=others < rows, other=0)
-    first, size, splits = _split_of(length, split_tokens, MAX_SPLITS, BLOCK, WINDOW)
-    _, _, other_splits = _split_of(other_lengths, split_tokens, MAX_SPLITS, BLOCK, WINDOW)
+    first = _first_seen(length, BLOCK, WINDOW)
+    other_seen = other_lengths - _first_seen(other_lengths, BLOCK, WINDOW)
+    even_share = tl.cdiv(tl.sum(other_seen) * KV_HEADS, AT_ONCE)
+    wanted = tl.maximum(tl.cdiv(even_share, BLOCK) * BLOCK, LEAST)
+    size, splits, last = _split_of(length - first, wanted, MAX_SPLITS, BLOCK)
+    _, other_splits, other_last = _split_of(other_seen, wanted, MAX_SPLITS, BLOCK)
     before = (other_lengths > length) | ((other_lengths == length) & (others < row))
     whole = tl.maximum(other_splits - 1, 0)
     whole_before = tl.sum(tl.where(before, whole, 0))
-    last_before = tl.sum(tl.where(before & (other_splits > 0), 1, 0))
+    last_before = tl.sum(((other_last > last) | ((other_last == last) & (others < row))).to(tl.int32))
     split = tl.arange(0, MAX_SPLITS)
     item = tl.where(split == splits - 1, tl.sum(whole) + last_before, whole_before + split)
     there = split < splits

@@ -15,8 +15,7 @@ from mini_sglang.kernels.paged_decode import DecodeTuning, PagedDecode, decode_t
 MakePagedKV = Callable[..., Any]
 SMALL = DecodeTuning(max_splits=4, block_tokens=16, num_stages=2)
 WHOLE_ROWS = DecodeTuning(max_splits=1, block_tokens=16, num_stages=2)
-SPLIT = 32
-LENGTHS = [100, 1, 0, 33, 300, 16, 64]  # one row of more than SPLIT * max_splits, one that is skipped
+LENGTHS = [100, 1, 0, 65, 300, 16, 64]  # rows of one split and of two, one that needs longer splits, one skipped
 CHUNKS = [(0, 21), (50, 1), (16, 16), (3, 5), (40, 9)]  # (first position, tokens) of each row
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -39,7 +38,6 @@ def decode(
     page_size: int,
     *,
     tuning: DecodeTuning = SMALL,
-    split_tokens: int = SPLIT,
     window: int | None = None,
     max_rows: int | None = None,
 ) -> torch.Tensor:
@@ -56,7 +54,7 @@ def decode(
         window=window,
     )
     tokens = int32(list(range(len(lengths))), q.device)
-    attention.plan(int32(lengths, q.device), tokens, split_tokens=split_tokens)
+    attention.plan(int32(lengths, q.device), tokens)
     attention.run(q, kv.keys, kv.values, kv.page_table, out)
     return out
 
@@ -169,14 +167,50 @@ def test_a_window_hides_what_lies_before_it(make_paged_kv: MakePagedKV, device: 
     assert_equal(decode(q, kv, LENGTHS, 16, window=window), expected(q, kv, LENGTHS, 16, window))
 
 
-def test_a_row_alone_gives_the_bits_it_gives_in_a_batch(make_paged_kv: MakePagedKV, device: torch.device) -> None:
+def test_a_row_that_is_not_cut_gives_the_same_bits_alone_and_in_a_batch(
+    make_paged_kv: MakePagedKV, device: torch.device
+) -> None:
     kv = make_paged_kv(LENGTHS, page_size=16, kv_heads=2, head_dim=64, dtype=torch.float32)
     q = random_queries(len(LENGTHS), 4, 64, torch.float32, device)
-    together = decode(q, kv, LENGTHS, 16, max_rows=20)
+    together = decode(q, kv, LENGTHS, 16, tuning=WHOLE_ROWS, max_rows=20)
     for row, length in enumerate(LENGTHS):
         kept = [length if other == row else 0 for other in range(len(LENGTHS))]
-        alone = decode(q, kv, kept, 16)
+        alone = decode(q, kv, kept, 16, tuning=WHOLE_ROWS)
         assert torch.equal(alone[row].nan_to_num(), together[row].nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window"), [(LENGTHS, None), ([700] * 3 + [90] * 20, None), ([5000, 80, 80], None), (LENGTHS, 70)]
+)
+def test_rows_are_cut_evenly_and_the_longest_pieces_come_first(
+    device: torch.device, lengths: list[int], window: int | None
+) -> None:
+    attention = PagedDecode(
+        max_rows=len(lengths),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        page_size=16,
+        device=device,
+        tuning=DecodeTuning(),
+        window=window,
+    )
+    attention.plan(int32(lengths, device), int32(list(range(len(lengths))), device))
+    items = attention._items[: int(attention._num_items)].tolist()
+    seen = [length - max(0, (length - (window or length)) // 16 * 16) for length in lengths]
+    for row, length in enumerate(lengths):
+        pieces = sorted(item[2:6] for item in items if item[0] == row)
+        assert [piece[2:] for piece in pieces] == [[split, len(pieces)] for split in range(len(pieces))]
+        edges = [piece[0] for piece in pieces] + [length]
+        assert [piece[1] for piece in pieces] == edges[1:]
+        assert edges[0] == length - seen[row]
+    whole = [item for item in items if item[4] < item[5] - 1]
+    assert items[: len(whole)] == whole
+    rests = [end - begin for _, _, begin, end, *_ in items[len(whole) :]]
+    assert rests == sorted(rests, reverse=True)
+    even = sum(seen) / attention._at_once
+    longest = max(max(seen) / 32, even, 32)
+    assert all(end - begin < longest + 16 for _, _, begin, end, *_ in items)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +299,7 @@ def test_runs_follow_each_other_on_one_plan(make_paged_kv: MakePagedKV, device: 
         max_rows=2, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, device=device, tuning=SMALL
     )
     on_device, tokens = int32(lengths, device), int32([1, 0], device)
-    attention.plan(on_device, tokens, split_tokens=SPLIT)
+    attention.plan(on_device, tokens)
     for seed in range(3):
         kv = make_paged_kv(lengths, page_size=16, kv_heads=1, head_dim=64, dtype=torch.float32, seed=seed)
         q = random_queries(2, 2, 64, torch.float32, device)
@@ -295,9 +329,7 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
         DecodeTuning(block_tokens=48)
     one, two = int32([1], device), int32([1, 1], device)
     with pytest.raises(ValueError, match="2 rows exceed"):
-        workspace(2, 1, 64).plan(two, two, split_tokens=32)
-    with pytest.raises(ValueError, match="split_tokens 40"):
-        workspace(2, 1, 64).plan(one, one, split_tokens=40)
+        workspace(2, 1, 64).plan(two, two)
     with pytest.raises(ValueError, match="max_splits 1, got 4"):
         workspace(2, 1, 64).plan_tiles(one, one, one, one)
 
@@ -324,12 +356,11 @@ def test_large_batches_equal_float64(
     q = random_queries(len(lengths), heads, head_dim, dtype, device)
     wanted = expected(q, kv, lengths, page_size)
     tuning = decode_tuning(head_dim, dtype)
-    for split_tokens in (128, 512):
-        first = decode(q, kv, lengths, page_size, tuning=tuning, split_tokens=split_tokens)
-        assert_equal(first, wanted)
-        for _ in range(5):  # whoever merges the splits, the bits are the same
-            again = decode(q, kv, lengths, page_size, tuning=tuning, split_tokens=split_tokens)
-            assert torch.equal(again.nan_to_num(), first.nan_to_num())
+    first = decode(q, kv, lengths, page_size, tuning=tuning)
+    assert_equal(first, wanted)
+    for _ in range(5):  # whoever merges the splits, the bits are the same
+        again = decode(q, kv, lengths, page_size, tuning=tuning)
+        assert torch.equal(again.nan_to_num(), first.nan_to_num())
 
 
 @pytest.mark.gpu
@@ -351,7 +382,7 @@ def test_a_captured_step_follows_the_lengths(make_paged_kv: MakePagedKV, device:
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
 
     def step() -> None:
-        attention.plan(lengths, tokens, split_tokens=256)
+        attention.plan(lengths, tokens)
         attention.run(q, kv.keys, kv.values, kv.page_table, out)
 
     step()
