@@ -17,10 +17,12 @@ import triton.language as tl
 from mini_sglang.kernels.overlap import ahead_of, await_inputs, fetch_ahead, overlapped
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, ahead: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [rows, size], rows contiguous, weight [size] -> x / rms(x) * weight, computed in float32, in x's dtype
 
-    `ahead` [N, K] contiguous: the weight that is needed next.
+    Without a weight: x / rms(x). `ahead` [N, K] contiguous: the weight that is needed next.
     """
     rows, size = x.shape
     if x.stride(1) != 1:
@@ -46,7 +48,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, ahead: torch.
     return out
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """The twin of `rms_norm`."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
@@ -73,8 +75,16 @@ def _norm_kernel(
             fetch_ahead(ahead, tl.program_id(0) - rows, n, AHEAD_K_BYTES, AHEAD_LINES)
     at = tl.arange(0, BLOCK)
     there = at < tl.where(row < rows, SIZE, 0)
-    scale = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+    scale = 1.0 if weight is None else tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
     await_inputs(OVERLAP)
     values = tl.load(x + row * x_stride + at, mask=there, other=0.0).to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     tl.store(out + row * SIZE + at, (values * inverse_rms * scale).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def inverse_rms_of(row, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / rms of the SIZE values from `row` on, float32; BLOCK is the power of two that holds them."""
+    at = tl.arange(0, BLOCK)
+    values = tl.load(row + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
