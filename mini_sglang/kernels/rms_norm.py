@@ -83,8 +83,11 @@ def _norm_kernel(
 
 
 @triton.jit
-def inverse_rms_of(row, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """1 / rms of the SIZE values from `row` on, float32; BLOCK is the power of two that holds them."""
+def inverse_rms_of(row, is_there, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / rms of the SIZE values from `row` on, which is read if it is there; BLOCK: the power of two that holds them.
+
+    For kernels that divide behind a product what the product has left undivided.
+    """
     at = tl.arange(0, BLOCK)
-    values = tl.load(row + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    values = tl.load(row + at, mask=at < tl.where(is_there, SIZE, 0), other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)

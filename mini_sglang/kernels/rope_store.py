@@ -41,8 +41,8 @@ def rope_store(
     qkv [T, (heads + 2 * kv_heads) * head_dim] contiguous: q, k, v; positions [T] int32 or int64; cells [T] likewise:
     page id * page_size + offset; cos, sin [context, head_dim / 2] of any float dtype; keys, values [num_cells,
     kv_heads, head_dim] contiguous, of the pool's dtype (float8_e4m3fn saturates at ±448); q_norm, k_norm [head_dim].
-    `rms`: of rows x [T, n], rows contiguous, by which all of qkv is divided first; x was written by no kernel since the
-    one before the product. Computed in float32, rounded once.
+    `rms`: of x [T, n], rows contiguous, by which all of qkv is divided first. It is read early: what wrote x came
+    before the product whose result qkv is. Computed in float32, rounded once.
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -170,7 +170,7 @@ def _rope_store_kernel(
         k_a = tl.load(k_norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_b = tl.load(k_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     if x is not None:
-        inverse_rms_of_row = inverse_rms_of(x + token * x_stride, x_eps, X_SIZE, X_BLOCK)
+        inverse_rms_of_row = inverse_rms_of(x + token * x_stride, True, x_eps, X_SIZE, X_BLOCK)
     await_inputs(OVERLAP)  # positions and cells were written when the step began, x before the product
     a = tl.load(qkv + source, mask=there, other=0.0).to(tl.float32)
     b = tl.load(qkv + source + HALF, mask=there, other=0.0).to(tl.float32)

@@ -21,8 +21,8 @@ _BLOCK_DIVIDED = 4096  # every program reads the whole row of x, so there should
 def silu_mul(gate_up: torch.Tensor, *, rms: RowRms | None = None, ahead: torch.Tensor | None = None) -> torch.Tensor:
     """gate_up [rows, 2 * size] contiguous, gate first -> silu(gate) * up [rows, size], computed in float32
 
-    `rms`: of rows x [rows, n], rows contiguous, by which gate and up are divided first; x was written by no kernel
-    since the one before the product. `ahead` [N, K] contiguous: the weight that is needed next.
+    `rms`: of x [rows, n], rows contiguous, by which gate and up are divided first. It is read early: what wrote x came
+    before the product whose result gate_up is. `ahead` [N, K] contiguous: the weight that is needed next.
     """
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
@@ -86,8 +86,8 @@ def _silu_mul_kernel(
     row = (program // BLOCKS).to(tl.int64)
     at = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     there = at < tl.where(program < programs, SIZE, 0)
-    if x is not None:  # written before the product, so no kernel in flight writes it
-        inverse_rms = inverse_rms_of(x + tl.where(program < programs, row, 0) * x_stride, eps, X_SIZE, X_BLOCK)
+    if x is not None:
+        inverse_rms = inverse_rms_of(x + row * x_stride, program < programs, eps, X_SIZE, X_BLOCK)
     await_inputs(OVERLAP)
     gate = tl.load(gate_up + row * 2 * SIZE + at, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=there, other=0.0).to(tl.float32)

@@ -69,7 +69,13 @@ def test_the_result_goes_where_it_is_wanted(device: torch.device) -> None:
 def test_model_shapes_in_bfloat16(n: int, k: int, rows: int) -> None:
     x, weight = operands(rows, n, k, torch.bfloat16, "cuda")
     norm, residual = Norm(weight[0].contiguous() + 1, 1e-6), x[:, :1].expand(rows, n).contiguous()
-    for extras in ({"norm": norm, "gated": True}, {"norm": Norm(None, 1e-6)}, {"residual": residual}, {}):
+    cases: list[dict[str, Any]] = [
+        {"norm": norm, "gated": True},
+        {"norm": Norm(None, 1e-6)},
+        {"residual": residual},
+        {},
+    ]
+    for extras in cases:
         expected = gemv_reference(x, weight, **extras)
         if "residual" in extras:
             extras["residual"] = residual.clone()

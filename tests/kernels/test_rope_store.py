@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def test_equals_its_twin(
     norms = torch.randn(2, head_dim).to(device, dtype).unbind() if norm else (None, None)
     # rows of x between others, as wide as no power of two, and of sizes that differ
     x = (torch.randn(tokens, 108) * torch.arange(1, tokens + 1).unsqueeze(1)).to(device, dtype)[:, :100]
-    settings = {"q_norm": norms[0], "k_norm": norms[1], "rms": RowRms(x, 0.5) if divided else None}
+    settings: dict[str, Any] = {"q_norm": norms[0], "k_norm": norms[1], "rms": RowRms(x, 0.5) if divided else None}
     q = rope_store(qkv, positions, chosen, cos, sin, keys, values, **settings)
     wanted = rope_store_reference(qkv.float(), positions, chosen, cos, sin, wanted_keys, wanted_values, **settings)
     for actual, expected in ((q, wanted), (keys, wanted_keys), (values, wanted_values)):

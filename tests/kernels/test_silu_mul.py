@@ -54,6 +54,8 @@ def test_fetching_ahead_changes_nothing(device: torch.device) -> None:
     fetched = torch.zeros(1024, 3072, dtype=torch.bfloat16, device=device)
     for rms in (None, RowRms(x, 1e-6)):
         assert torch.equal(silu_mul(gate_up, rms=rms, ahead=fetched), silu_mul(gate_up, rms=rms))
+    silu_mul(gate_up[:0], rms=RowRms(torch.empty_like(x[:0]), 1e-6), ahead=fetched)  # reads nothing
+    torch.cuda.synchronize()
 
 
 def test_a_row_alone_is_divided_to_the_bits_that_it_has_in_a_batch(device: torch.device) -> None:
