@@ -1,4 +1,4 @@
-"""The memory of keys and values: one tensor per layer, cut into pages. Who owns which page is not known here."""
+"""The memory of keys and values of all layers, cut into pages. Who owns which page is not known here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from mini_sglang.attention.transfer import send
 from mini_sglang.kernels.base import KVCells, movable
+
+_COPY_BYTES = 64 << 20  # that are on their way at once when pages are copied
 
 
 class KVPool:
@@ -27,8 +29,9 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (2, num_pages, page_size, num_kv_heads, head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
+        self._memory = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = self._memory.unbind()
         # the same memory by cell (page id * page_size + offset): [num_cells, kv_heads, head_dim] of keys and of values
         self.key_cells = [layer[0].flatten(0, 1) for layer in self.layers]
         self.value_cells = [layer[1].flatten(0, 1) for layer in self.layers]
@@ -54,7 +57,9 @@ class KVPool:
         """Copy whole pages, (source, destination) each; every source is read before any destination is written."""
         if not copies:
             return
-        device = self.layers[0].device
-        sources, destinations = send([*zip(*copies, strict=True)], device)
-        for layer in map(movable, self.layers):
-            layer.index_copy_(1, destinations, layer.index_select(1, sources))
+        sources, destinations = send([*zip(*copies, strict=True)], self._memory.device)
+        bytes_of_layer = len(copies) * self.bytes_per_page(
+            1, self.page_size, self.num_kv_heads, self.head_dim, self.dtype
+        )
+        for layers in movable(self._memory).split(max(1, _COPY_BYTES // bytes_of_layer)):
+            layers.index_copy_(2, destinations, layers.index_select(2, sources))

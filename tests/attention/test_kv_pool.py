@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mini_sglang.attention import kv_pool
 from mini_sglang.attention.kv_pool import KVPool
 
 FP8 = torch.float8_e4m3fn
 
 
-def make_pool(dtype: torch.dtype, *, num_pages: int = 3, head_dim: int = 1) -> KVPool:
+def make_pool(dtype: torch.dtype, *, num_layers: int = 1, num_pages: int = 3, head_dim: int = 1) -> KVPool:
     return KVPool(
-        num_layers=1,
+        num_layers=num_layers,
         num_pages=num_pages,
         page_size=2,
         num_kv_heads=1,
@@ -23,12 +24,18 @@ def make_pool(dtype: torch.dtype, *, num_pages: int = 3, head_dim: int = 1) -> K
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
-def test_page_copies_read_every_source_before_writing(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bytes_at_once", [1, 64, 1 << 20])  # a layer at a time, a few, all
+def test_page_copies_read_every_source_before_writing(
+    dtype: torch.dtype, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page may be the source of one copy and the destination of another in the same step."""
-    pool = make_pool(dtype)
-    pool.layers[0].copy_(torch.arange(3.0).view(1, 3, 1, 1, 1))
+    monkeypatch.setattr(kv_pool, "_COPY_BYTES", bytes_at_once)
+    pool = make_pool(dtype, num_layers=5)
+    for layer in pool.layers:
+        layer.copy_(torch.arange(3.0).view(1, 3, 1, 1, 1))
     pool.copy_pages([(0, 1), (1, 2)])
-    assert pool.layers[0][0, :, 0, 0, 0].tolist() == [0, 0, 1]
+    for layer in pool.layers:
+        assert layer.flatten(2).tolist() == [[[0] * 2, [0] * 2, [1] * 2]] * 2
 
 
 def test_float8_rounds_to_nearest_and_saturates() -> None:
