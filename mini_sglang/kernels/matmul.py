@@ -40,8 +40,7 @@ MATMUL_TILES = (
     MatmulTile(64, 16, num_warps=4, num_stages=8),
     MatmulTile(64, 32, num_warps=4, num_stages=8),
     MatmulTile(64, 64, num_warps=4, num_stages=6),
-    MatmulTile(128, 32, num_warps=8, num_stages=8),
-    MatmulTile(128, 64, num_warps=8, num_stages=4),
+    MatmulTile(64, 128, num_warps=4, num_stages=4),
     MatmulTile(128, 128, num_warps=8, num_stages=3),
     MatmulTile(128, 256, num_warps=8, num_stages=4),
 )
@@ -49,17 +48,19 @@ _WITHOUT_TENSOR_CORES = MatmulTile(64, 32, num_warps=4, num_stages=2)
 
 
 def matmul_tile(rows: int, columns: int, dtype: torch.dtype) -> MatmulTile:
-    """The widest tile that still gives every multiprocessor work; prompts' tiles only where two rounds are full."""
+    """The largest tile that still gives every multiprocessor work and does not lie half beside the rows.
+
+    Wide ones only where there are many rows, which hide how long a pipeline takes to fill.
+    """
     if dtype.itemsize > 2:
         return _WITHOUT_TENSOR_CORES
-    height = 64 if rows <= 64 else 128
-    widest = 64 if rows <= 128 else 128 if rows <= 256 else 256
-    fitting = [tile for tile in MATMUL_TILES if tile.rows == height and tile.columns <= widest]
+    widest = 64 if rows <= 64 else 128 if rows <= 512 else 256
+    fitting = [tile for tile in MATMUL_TILES if tile.rows < rows + 64 and tile.columns <= widest]
     for tile in reversed(fitting):
-        programs = triton.cdiv(rows, height) * triton.cdiv(columns, tile.columns)
+        programs = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
         if programs >= (2 * _PROGRAMS if tile.columns == 256 else _PROGRAMS):
             return tile
-    return fitting[0]
+    return MATMUL_TILES[0]
 
 
 def matmul(
