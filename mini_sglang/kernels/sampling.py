@@ -26,7 +26,7 @@ from triton.language.extra import libdevice
 
 from mini_sglang.kernels.overlap import await_inputs, overlapped
 
-_PROGRAMS = 1056  # that race at the same time: eight on each multiprocessor of an H100
+_PROGRAMS = 2112  # that race at the same time: sixteen on each multiprocessor of an H100
 _BLOCK = 2048  # tokens that share one winner in the first list
 _GROUP = 32  # tokens that share one entry in the list of largest logits
 _TILE = 64  # groups looked into at a time
@@ -83,7 +83,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         BLOCK=_BLOCK,
         GROUP=_GROUP,
         SETTINGS=NUM_SETTINGS,
-        num_warps=8,
+        num_warps=4,
         **overlapped(device),
     )
     _choose_kernel[(rows,)](
