@@ -15,7 +15,7 @@ from mini_sglang.kernels.overlap import ahead_of, await_inputs, fetch_ahead, ove
 from mini_sglang.kernels.rms_norm import inverse_rms_of
 
 _BLOCK = 1024
-_BLOCK_DIVIDED = 4096  # every program reads the whole row of x, so there should be few
+_WIDE_BLOCK = 4096  # for long rows of x, since every program reads the whole of one
 
 
 def silu_mul(gate_up: torch.Tensor, *, rms: RowRms | None = None, ahead: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,7 +30,7 @@ def silu_mul(gate_up: torch.Tensor, *, rms: RowRms | None = None, ahead: torch.T
         raise ValueError("the elements of a row of x must be contiguous")
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block = _BLOCK if rms is None or size <= _BLOCK else _BLOCK_DIVIDED
+    block = _BLOCK if rms is None or rms.x.shape[1] <= 2 * _BLOCK else _WIDE_BLOCK
     blocks = triton.cdiv(size, block)
     fetched = ahead_of(ahead, rows)
     _silu_mul_kernel[(rows * blocks + fetched.programs,)](
