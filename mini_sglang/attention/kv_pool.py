@@ -32,6 +32,8 @@ class KVPool:
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
         self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = self._memory.unbind()
+        # [2 num_layers, 1]: which pages of all are page 0 of each layer's keys, and of its values
+        self._first_pages = torch.arange(0, 2 * num_layers * num_pages, num_pages, device=device).unsqueeze(1)
         # the same memory by cell (page id * page_size + offset): [num_cells, kv_heads, head_dim] of keys and of values
         self.key_cells = [layer[0].flatten(0, 1) for layer in self.layers]
         self.value_cells = [layer[1].flatten(0, 1) for layer in self.layers]
@@ -58,8 +60,9 @@ class KVPool:
         if not copies:
             return
         sources, destinations = send([*zip(*copies, strict=True)], self._memory.device)
-        bytes_of_layer = len(copies) * self.bytes_per_page(
-            1, self.page_size, self.num_kv_heads, self.head_dim, self.dtype
-        )
-        for layers in movable(self._memory).split(max(1, _COPY_BYTES // bytes_of_layer)):
-            layers.index_copy_(2, destinations, layers.index_select(2, sources))
+        # as rows of one dimension: beyond 2 GB torch would cut a copy with more dimensions into one for each layer
+        pages = movable(self._memory).flatten(0, 2)
+        bytes_at_once = len(copies) * pages[0].nbytes
+        for firsts in self._first_pages.split(max(1, _COPY_BYTES // bytes_at_once)):
+            copied = pages.index_select(0, (firsts + sources).flatten())
+            pages.index_copy_(0, (firsts + destinations).flatten(), copied)

@@ -24,18 +24,20 @@ def make_pool(dtype: torch.dtype, *, num_layers: int = 1, num_pages: int = 3, he
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
-@pytest.mark.parametrize("bytes_at_once", [1, 64, 1 << 20])  # a layer at a time, a few, all
+@pytest.mark.parametrize("bytes_at_once", [1, 64, 1 << 20])  # keys or values of a layer at a time, a few, all
 def test_page_copies_read_every_source_before_writing(
     dtype: torch.dtype, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page may be the source of one copy and the destination of another in the same step."""
     monkeypatch.setattr(kv_pool, "_COPY_BYTES", bytes_at_once)
     pool = make_pool(dtype, num_layers=5)
-    for layer in pool.layers:
-        layer.copy_(torch.arange(3.0).view(1, 3, 1, 1, 1))
+    for index, layer in enumerate(pool.layers):  # values are the keys' negatives
+        layer.copy_(torch.tensor([1, -1]).view(2, 1, 1, 1, 1) * (3 * index + torch.arange(3)).view(1, 3, 1, 1, 1))
     pool.copy_pages([(0, 1), (1, 2)])
-    for layer in pool.layers:
-        assert layer.flatten(2).tolist() == [[[0] * 2, [0] * 2, [1] * 2]] * 2
+    for index, layer in enumerate(pool.layers):
+        keys, values = layer.flatten(2).tolist()
+        assert keys == [[3 * index] * 2, [3 * index] * 2, [3 * index + 1] * 2]
+        assert values == [[-key for key in page] for page in keys]
 
 
 def test_float8_rounds_to_nearest_and_saturates() -> None:
