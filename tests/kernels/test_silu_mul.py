@@ -30,15 +30,16 @@ def test_equals_float64(device: torch.device, dtype: torch.dtype, tolerance: flo
         assert (out.double() - wanted).norm() / wanted.norm() < tolerance
 
 
+@pytest.mark.parametrize("width", [100, 2100])  # of x: short rows, and long ones, which have wider programs
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "rows", "size"), [*CASES, (torch.float32, 2e-6, 2, 5000), (torch.float16, 1e-3, 2, 4100)]
 )
 def test_division_equals_float64(
-    device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int
+    device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int, width: int
 ) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(rows, 2 * size).to(device, dtype)
-    x = (torch.randn(rows, 108) * torch.arange(1, rows + 1).unsqueeze(1)).to(device, dtype)[:, :100]
+    x = (torch.randn(rows, width + 8) * torch.arange(1, rows + 1).unsqueeze(1)).to(device, dtype)[:, :width]
     divisors = (x.double().square().mean(-1, keepdim=True) + 0.5).sqrt()
     gate, up = (gate_up.double() / divisors).chunk(2, dim=-1)
     wanted = gate * gate.sigmoid() * up
