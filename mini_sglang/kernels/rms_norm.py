@@ -86,8 +86,9 @@ def _norm_kernel(
 def inverse_rms_of(row, is_there, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """1 / rms of the SIZE values from `row` on, which is read if it is there; BLOCK: the power of two that holds them.
 
-    For kernels that divide behind a product what the product has left undivided.
+    For kernels that divide behind a product what the product has left undivided, and read the row before they wait.
     """
     at = tl.arange(0, BLOCK)
-    values = tl.load(row + at, mask=at < tl.where(is_there, SIZE, 0), other=0.0).to(tl.float32)
+    # `await_inputs` makes others' writes seen; before it, read past this multiprocessor's own cache
+    values = tl.load(row + at, mask=at < tl.where(is_there, SIZE, 0), other=0.0, cache_modifier=".cg").to(tl.float32)
     return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
