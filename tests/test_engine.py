@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
 import pytest
@@ -197,6 +199,11 @@ def test_every_dtype_runs_on_any_cpu(write_checkpoint: Any) -> None:
         ({"num_threads": 1_000_000}, "num_threads must be at most 1024, got 1000000; one for each core"),
         ({"kv_cache_bytes": 100}, "kv_cache_bytes must hold at least two pages"),
         ({"device": "cpu", "num_pages": 10**12}, r"num_pages must be at most \d+, which fill this machine's memory"),
+        (
+            {"device": "cpu", "max_running_requests": 10**20},
+            r"max_running_requests must be at most \d+, whose tables of context_length 256 fill this machine's memory, "
+            r"got 10{20}; lower it or context_length",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused_by_name(
@@ -204,3 +211,22 @@ def test_settings_that_do_not_fit_the_model_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(EngineConfig(model=str(write_checkpoint().path), **settings))
+
+
+@pytest.mark.parametrize("setting", ["num_pages", "max_running_requests"])
+def test_memory_that_the_machine_does_not_give_names_the_settings_that_need_it(
+    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 40)  # it claims so many pages of so many bytes
+    settings: dict[str, Any] = {setting: 1 << 46}
+    message = f"out of memory: .* do not fit: lower kv_cache_bytes, .*{setting}, .*can't allocate memory"
+    with pytest.raises(ValueError, match=message):
+        Engine(EngineConfig(model=str(write_checkpoint().path), device="cpu", **settings))
+
+
+def test_random_weights_beyond_memory_ask_for_a_smaller_model(write_checkpoint: Any) -> None:
+    folder = write_checkpoint().path
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "vocab_size": 10**13}))
+    with pytest.raises(ValueError, match="out of memory: the weights do not fit: use a smaller model or dtype"):
+        Engine(EngineConfig(model=str(folder), device="cpu", load_format="dummy"))

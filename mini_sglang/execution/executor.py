@@ -14,6 +14,7 @@ from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.model_runner import Sampled
 from mini_sglang.execution.rank import DTYPES, Rank, find_model, kv_dtype, page_bytes, resolved
+from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.kernels.cpu_linear import CpuMatrix
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.parallel import SINGLE, RankError
@@ -190,7 +191,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> En
     context_length = config.context_length or model.context_length
     if context_length > model.context_length:
         raise ValueError(f"context_length must be at most the model's {model.context_length}, got {context_length}")
-    slots = config.max_running_requests or (64 if on_cpu else 256)
+    slots = _cpu_slots(config, context_length) if on_cpu else config.max_running_requests or 256
     ranks_here = config.tp // config.nnodes
     if on_cpu and config.all_reduce != "auto":
         raise ValueError(f"all_reduce must be auto on a CPU, where gloo sums, got {config.all_reduce}")
@@ -254,10 +255,22 @@ def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: Mod
     return config.weights
 
 
+def _cpu_slots(config: EngineConfig, context_length: int) -> int:
+    """The slots asked for, or 64, whose tables must fit into this machine's memory."""
+    slots = config.max_running_requests or 64
+    most = _memory_bytes() // RequestTable.bytes_per_slot(context_length, config.page_size)
+    if slots > most:
+        raise ValueError(
+            f"max_running_requests must be at most {most}, whose tables of context_length {context_length} fill this "
+            f"machine's memory, got {slots}; lower it or context_length"
+        )
+    return slots
+
+
 def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int, slots: int) -> int:
     """The pages asked for, or those within the byte budget, but then never more than all slots could use."""
     bytes_per_page = page_bytes(config, model, dtype)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = _memory_bytes()
     if config.num_pages is not None:
         if config.num_pages > memory // bytes_per_page:
             raise ValueError(
@@ -274,3 +287,8 @@ def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_len
             "raise it or lower page_size"
         )
     return min(pages, slots * -(-context_length // config.page_size))
+
+
+def _memory_bytes() -> int:
+    """Of this machine; a container may be allowed less."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -74,7 +74,7 @@ class Rank:
                 load_dummy_weights(slots, seed=config.seed, device=self._device, show_progress=show_progress)
             else:
                 load_weights(source, model_config, slots, show_progress=show_progress)
-        with _out_of_memory(_STEP_TOO_LARGE):
+        with _out_of_memory(_STEP_TOO_LARGE[config.device]):
             check()
             if compiling is not None:
                 compiling.wait()
@@ -107,7 +107,7 @@ class Rank:
             load_dummy_weights(model.weight_slots(), seed=0, device=self._device, show_progress=False)
         tokens, max_rows = self._longest_prompt_step(), resolved(self.config.cuda_graph_max_bs)
         compiling = CompileAhead()
-        with _out_of_memory(_STEP_TOO_LARGE), compiling.noting():
+        with _out_of_memory(_STEP_TOO_LARGE[self.config.device]), compiling.noting():
             runner = self._make_runner(model, self._pages(tokens))
             runner.rehearse([tokens, min(16, tokens), 1], max_rows, self._prompt_graph_tokens())
         del runner, model
@@ -222,8 +222,11 @@ def _out_of_memory(advice: str) -> Iterator[None]:
     """Turn the device's out-of-memory error at start-up into one that says which setting to change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"out of GPU memory: {advice} ({error})") from error
+    except (MemoryError, RuntimeError) as error:
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not on_gpu and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise  # PyTorch has no type of its own for what its allocator on a CPU raises
+        raise ValueError(f"out of {'GPU ' if on_gpu else ''}memory: {advice} ({error})") from error
 
 
 def find_model(config: EngineConfig) -> tuple[ModelSource, ModelConfig]:
@@ -275,9 +278,11 @@ def resolved(value: int | None) -> int:
 
 
 _WEIGHTS_TOO_LARGE = "the weights do not fit: use a smaller model or dtype, or a larger tp"
-_STEP_TOO_LARGE = (
-    "the KV cache or a step does not fit: lower mem_fraction, num_pages, max_prefill_tokens, max_running_requests or "
-    "cuda_graph_max_bs"
-)
+_STEP_TOO_LARGE = {  # by device
+    "cpu": "the KV cache, the tables or a step do not fit: lower kv_cache_bytes, num_pages, max_running_requests, "
+    "context_length or max_prefill_tokens",
+    "cuda": "the KV cache or a step does not fit: lower mem_fraction, num_pages, max_prefill_tokens, "
+    "max_running_requests or cuda_graph_max_bs",
+}
 _GRAPH_BYTES = 1 << 30  # left to CUDA graphs and the allocator's own rounding
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

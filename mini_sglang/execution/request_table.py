@@ -56,6 +56,12 @@ class RequestTable:
         self._masks: dict[int, bytes] = {}  # of this step's rows under a grammar
         self._wanting_more: set[int] = set()  # slots with a bias or log-probabilities
 
+    @staticmethod
+    def bytes_per_slot(context_length: int, page_size: int) -> int:
+        """What one slot takes of the tables on the device."""
+        tokens, pages = context_length + 1, -(-context_length // page_size)
+        return tokens * torch.int32.itemsize + (pages + 1) * torch.int64.itemsize
+
     def take_rows(self, batch: ScheduledBatch) -> None:
         """Take in the batch's new rows."""
         self._masks = batch.masks
