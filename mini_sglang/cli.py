@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
+PROFILE_STEPS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,11 +118,13 @@ def verify(options: argparse.Namespace) -> int:
 
 def bench_offline(options: argparse.Namespace) -> int:
     config = _engine_config(options)
+    if options.profile_steps is not None and not options.profile:
+        raise ValueError(f"--profile-steps {options.profile_steps} says how long to profile, so it needs --profile")
     from mini_sglang.benchmark import commands
     from mini_sglang.benchmark.offline import Workload
 
     workload = Workload.random(options.sequences, options.longest, options.shortest)
-    profile_steps = options.profile_steps if options.profile else 0
+    profile_steps = (options.profile_steps or PROFILE_STEPS) if options.profile else 0
     commands.bench_offline(config, workload, _bench_output(options), runs=options.runs, profile_steps=profile_steps)
     return 0
 
@@ -243,7 +246,8 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = _add_command(benches, bench_offline, "throughput of many prompts of random length at once")
     _add_counts(command, sequences=256, shortest=100, longest=1024, runs=2)
     command.add_argument("--profile", action="store_true", help="add a run that says where the GPU's time goes")
-    _add_counts(command, profile_steps=20)
+    help = f"steps to profile at the run's start and in its middle (default: {PROFILE_STEPS})"
+    command.add_argument("--profile-steps", type=_count, metavar="N", help=help)
     _add_bench_output(command)
     _add_fields(command, EngineConfig, "engine", defaults=dummy)
 

@@ -62,6 +62,7 @@ def test_latency_measures_the_ceilings_where_none_are_given(
     [
         (["offline", "--runs", "0"], "must be at least 1, got 0"),
         (["offline", "--shortest", "9", "--longest", "8"], "shortest must be at most longest"),
+        (["offline", "--profile-steps", "9"], "--profile-steps 9 says how long to profile, so it needs --profile"),
         (["latency", "--batch", "x"], "--batch"),
         (["offline", "--copy-tb-s", "0"], "--copy-tb-s: must be a finite number above 0, got 0"),
         (["latency", "--gemm-tflop-s", "nan"], "--gemm-tflop-s: must be a finite number above 0, got nan"),
