@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import math
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
+_BACKLOG = 2048  # connections that wait to be accepted, the same as uvicorn's
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -83,6 +85,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
 
 async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: socket.socket, signals: _Signals) -> int:
     server = HttpServer(engine, config, listener)
+    _listen(listener, config)
     serving = asyncio.create_task(server.serve([listener]))
     died = asyncio.create_task(engine.wait_dead())
     await _any_of(serving, died, signals.first)
@@ -143,9 +146,8 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=timeout,
             )
         )
-        host = f"[{config.host}]" if ":" in config.host else config.host
         scheme = "http" if config.ssl_certfile is None else "https"
-        self._greeting = f"Serving {engine.info.model} at {scheme}://{host}:{listener.getsockname()[1]}"
+        self._greeting = f"Serving {engine.info.model} at {scheme}://{_address(config, listener.getsockname()[1])}"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -183,5 +185,24 @@ def _bind(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen at {config.host}:{config.port}: {error.strerror or error}") from error
+        raise _refused(config, error) from error
     return listener
+
+
+def _listen(listener: socket.socket, config: ServerConfig) -> None:
+    """As uvicorn does too, but uvloop says nothing if another server that started meanwhile listens at the address."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _refused(config, error) from error
+
+
+def _refused(config: ServerConfig, error: OSError) -> OSError:
+    """What the system says of the address, and which option gives another one."""
+    taken = error.errno in (errno.EADDRINUSE, errno.EACCES)  # the latter for ports below 1024
+    advice = "choose another --port (0: a free one)" if taken else "--host must be an address of this machine"
+    return OSError(f"cannot listen at {_address(config, config.port)}: {error.strerror or error}; {advice}")
+
+
+def _address(config: ServerConfig, port: int) -> str:
+    return f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"

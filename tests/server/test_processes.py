@@ -180,7 +180,12 @@ def taken_port() -> Iterator[int]:
 
 def test_what_keeps_a_server_from_starting_is_one_line(taken_port: int, tmp_path: Path, model: str) -> None:
     for options, word in [
-        (("--port", str(taken_port)), str(taken_port)),
+        (
+            ("--port", str(taken_port)),
+            f"cannot listen at 127.0.0.1:{taken_port}: Address already in use; choose another --port (0: a free one)",
+        ),
+        (("--host", "2001:db8::1"), "cannot listen at [2001:db8::1]:0: "),
+        (("--host", "nowhere.invalid"), "; --host must be an address of this machine"),
         (("--model", str(tmp_path / "nowhere")), "nowhere"),
         (("--port", "99999"), "99999"),
     ]:
@@ -188,4 +193,23 @@ def test_what_keeps_a_server_from_starting_is_one_line(taken_port: int, tmp_path
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode != 0
         assert word in done.stderr
+        assert done.stderr.count("\n") == 1
         assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_while_the_model_loads_is_refused_too(model: str) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))  # both may hold the address until one of them listens
+        port = str(other.getsockname()[1])
+        command = (sys.executable, "-m", "mini_sglang.server", "--model", model, "--port", port, *MODEL_OPTIONS)
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            until(lambda: Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text() != "", limit=60)
+            other.listen()
+            out, err = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert server.returncode == 2
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another --port" in err
+    assert "Serving" not in out
