@@ -66,7 +66,7 @@ async def measure(config: ServingConfig, requests: Requests) -> list[list[Figure
     _allow_many_connections()
     client = HttpClient(config.url, config.headers(), timeout_s=config.timeout)
     try:
-        model = config.model_name or await _first_model(client)
+        model = await _model(config, client)
         sampling = Sampling(model, config.temperature, config.ignore_eos, config.extra_fields())
         runs: list[list[Figures]] = []
         for rate in config.rates:
@@ -125,11 +125,19 @@ async def _queue_times(client: HttpClient) -> QueueTimes | None:
     return QueueTimes.read(exchange.body.decode())
 
 
-async def _first_model(client: HttpClient) -> str | None:
-    """The first model that the server names; None if it has no such route, and then needs no name either."""
+async def _model(config: ServingConfig, client: HttpClient) -> str | None:
+    """The model that was named, or the server's first; None if it has no such route, and then needs no name either.
+
+    It is asked in any case: where nobody listens, that is said before a whole load has failed.
+    """
     exchange = await client.get("/v1/models")
-    if exchange.status == 404:
-        return None
+    if exchange.error is not None and exchange.error.startswith("connect: "):
+        raise ConnectionError(
+            f"no server answers at {config.url} ({exchange.error.removeprefix('connect: ')}); "
+            "start one with mini-sglang serve, or say with --url where it is"
+        )
+    if config.model_name or exchange.status == 404:
+        return config.model_name
     _check(exchange, "GET /v1/models")
     return str(msgspec.json.decode(exchange.body)["data"][0]["id"])
 

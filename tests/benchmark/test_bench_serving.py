@@ -103,7 +103,15 @@ def test_a_run_in_which_nothing_succeeds_fails_and_says_why(
         ([], "exactly one of --rate"),
         (["--rate", "1", "--plot", "x.png"], "--plot draws curves over rates, so it needs --sweep"),
         (["--rate", "1", "--dataset", "trace", "--dataset-path", "/nowhere"], "No such file"),
-        (["--rate", "1", "--url", "http://127.0.0.1:9"], "the server did not take GET /v1/models: connect"),
+        (
+            ["--rate", "1", "--url", "http://127.0.0.1:9"],
+            "no server answers at http://127.0.0.1:9 (Connection refused)",
+        ),
+        (["--rate", "1", "--url", "http://127.0.0.1:9"], "start one with mini-sglang serve, or say with --url where"),
+        (
+            ["--rate", "1", "--url", "http://127.0.0.1:9", "--model-name", "a"],
+            "no server answers at http://127.0.0.1:9",
+        ),
         (["--rate", "1", "--url", "here"], "url must be like http://127.0.0.1:8000, got 'here'"),
     ],
 )
