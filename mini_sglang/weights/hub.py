@@ -7,6 +7,7 @@ configs, tokenizers and safetensors are ever fetched: no Python code, no pickle.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import hashlib
 import os
@@ -294,4 +295,6 @@ def _from_modelscope(name: str, revision: str | None, patterns: list[str], tried
 
 
 def _nowhere(name: str, tried: list[str], fix: str) -> FileNotFoundError:
-    return FileNotFoundError(f"model {name!r} leads nowhere. Tried: {'; '.join(tried)}. To fix it: {fix}")
+    meant = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=1)
+    question = f" Did you mean {meant[0]}?" if meant else ""
+    return FileNotFoundError(f"model {name!r} leads nowhere.{question} Tried: {'; '.join(tried)}. To fix it: {fix}")

@@ -152,7 +152,14 @@ class TestPaths:
 
     @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "missing.gguf", "a/b/c", "with space"])
     def test_a_path_that_does_not_exist_never_goes_to_a_hub(self, name: str) -> None:
-        with pytest.raises(FileNotFoundError, match=r"Tried: built-in models \(smollm2-135m\).*does not exist"):
+        with pytest.raises(
+            FileNotFoundError, match=r"leads nowhere\. Tried: built-in models \(smollm2-135m\).*does not exist"
+        ):
+            resolve_model(name)
+
+    @pytest.mark.parametrize("name", ["./smolm2-135m", "./SmolLM2-135M", "smollm2-135.gguf"])
+    def test_a_name_close_to_a_built_in_one_is_asked_about(self, name: str) -> None:
+        with pytest.raises(FileNotFoundError, match=r"leads nowhere\. Did you mean smollm2-135m\? Tried: "):
             resolve_model(name)
 
     def test_an_empty_name_is_refused(self) -> None:
