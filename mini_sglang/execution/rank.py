@@ -74,7 +74,7 @@ class Rank:
                 load_dummy_weights(slots, seed=config.seed, device=self._device, show_progress=show_progress)
             else:
                 load_weights(source, model_config, slots, show_progress=show_progress)
-        with _out_of_memory(_STEP_TOO_LARGE[config.device]):
+        with _out_of_memory(_STEP_TOO_LARGE[self._device.type]):
             check()
             if compiling is not None:
                 compiling.wait()
@@ -107,7 +107,7 @@ class Rank:
             load_dummy_weights(model.weight_slots(), seed=0, device=self._device, show_progress=False)
         tokens, max_rows = self._longest_prompt_step(), resolved(self.config.cuda_graph_max_bs)
         compiling = CompileAhead()
-        with _out_of_memory(_STEP_TOO_LARGE[self.config.device]), compiling.noting():
+        with _out_of_memory(_STEP_TOO_LARGE[self._device.type]), compiling.noting():
             runner = self._make_runner(model, self._pages(tokens))
             runner.rehearse([tokens, min(16, tokens), 1], max_rows, self._prompt_graph_tokens())
         del runner, model
