@@ -21,10 +21,8 @@ from mini_sglang.attention.triton_backend import TritonBackend
 from mini_sglang.benchmark.hardware import seconds_in_graph
 from mini_sglang.benchmark.kernel_time import KernelTime
 from mini_sglang.benchmark.roofline import Ceilings
-from mini_sglang.kernels.base import KVCells, Norm, Rotation, RowRms
-from mini_sglang.kernels.gemv import MAX_ROWS
+from mini_sglang.kernels.base import KVCells, Norm, Rotation
 from mini_sglang.kernels.sampling import SlotState, sample_slots
-from mini_sglang.kernels.silu_mul import silu_mul
 from mini_sglang.kernels.triton_kernels import TritonKernels
 from mini_sglang.models.config import ExpertsConfig, ModelConfig
 
@@ -172,7 +170,6 @@ class _CaseMaker:
         model, item = self.model, self.dtype.itemsize
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         norm = Norm(self._random(model.hidden_size), model.rms_norm_eps)
-        before_layers = Norm(None, norm.eps) if self.kernels.folds_norms(self.dtype) else norm
         mlp = [
             ("norm, gate_up, gate", model.hidden_size, 2 * model.intermediate_size),
             ("down + residual", model.intermediate_size, model.hidden_size),
@@ -192,12 +189,8 @@ class _CaseMaker:
             calls: list[Callable[[], object]]
             if adds:
                 calls = [partial(matrix.add_to, residual, x) for matrix in matrices]
-            elif gated:
-                calls = [partial(matrix.gated, x, before_layers) for matrix in matrices]
-            elif name == "norm, qkv":
-                calls = [partial(matrix.undivided, x, before_layers) for matrix in matrices]
             else:
-                calls = [partial(matrix.product, x, norm) for matrix in matrices]
+                calls = [partial(matrix.gated if gated else matrix.product, x, norm) for matrix in matrices]
             yield Case("linear", name, f"{rows} x {inputs} -> {outputs}", moved, 2 * rows * inputs * outputs, calls)
 
     def experts(self, experts: ExpertsConfig, tokens: int) -> Iterator[Case]:
@@ -227,28 +220,25 @@ class _CaseMaker:
     def between_products(self, rows: int) -> Iterator[Case]:
         """What lies between the products where it is a kernel of its own, and the draw of tokens."""
         model, kernels = self.model, self.kernels
-        weight, x = self._random(model.hidden_size), self._random(rows, model.hidden_size)
-        divided = rows > MAX_ROWS and kernels.folds_norms(self.dtype)  # and not within a product
-        rms, divisors = (RowRms(x, model.rms_norm_eps), x.numel()) if divided else (None, 0)
+        weight = self._random(model.hidden_size)
         places = torch.arange(rows, device=self.device)
         yield self._small(
             "rms_norm", rows, (rows, model.hidden_size), rows * model.hidden_size,
             lambda x: kernels.rms_norm(x, weight, model.rms_norm_eps),
         )  # fmt: skip
-        yield self._rope_store(rows, places, rms)
+        yield self._rope_store(rows, places)
         yield self._small(
-            "silu_mul", rows, (rows, 2 * model.intermediate_size), rows * model.intermediate_size + divisors,
-            partial(silu_mul, rms=rms),
-        )  # fmt: skip
+            "silu_mul", rows, (rows, 2 * model.intermediate_size), rows * model.intermediate_size, kernels.silu_mul
+        )
         for name, settings in _SAMPLING.items():
             draw = partial(sample_slots, slots=places, positions=places.int(), state=self._slot_state(rows, settings))
             yield self._small(name, rows, (rows, model.vocab_size), 0, draw)
 
     def _small(
-        self, name: str, rows: int, shape: tuple[int, int], others: int, call: Callable[[torch.Tensor], object]
+        self, name: str, rows: int, shape: tuple[int, int], written: int, call: Callable[[torch.Tensor], object]
     ) -> Case:
-        """`call` on inputs of `shape`, of which all is read, with `others` written, or read beside."""
-        moved = (shape[0] * shape[1] + others) * self.dtype.itemsize
+        """`call` on inputs of `shape`, of which all is read, with `written` values written."""
+        moved = (shape[0] * shape[1] + written) * self.dtype.itemsize
         inputs = [self._random(*shape) for _ in range(self._sets(moved))]
         return Case("small", name, f"{rows} rows", moved, 0, [partial(call, x) for x in inputs])
 
@@ -262,17 +252,17 @@ class _CaseMaker:
             idle_slot=rows,
         )
 
-    def _rope_store(self, rows: int, places: torch.Tensor, rms: RowRms | None) -> Case:
+    def _rope_store(self, rows: int, places: torch.Tensor) -> Case:
         model = self.model
         width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        moved = (2 * rows * width + (0 if rms is None else rms.x.numel())) * self.dtype.itemsize
+        moved = 2 * rows * width * self.dtype.itemsize
         angles = self._random(rows, model.head_dim // 2)
         rotation, norm = Rotation(angles, angles, places), self._random(model.head_dim)
         calls = []
         for _ in range(self._sets(moved)):
             keys, values = self._random(2, rows, model.num_kv_heads, model.head_dim)
             target, qkv = KVCells(keys, values, places), self._random(rows, width)
-            calls.append(partial(self.kernels.rope_store, qkv, rotation, target, norm, norm, model.rms_norm_eps, rms))
+            calls.append(partial(self.kernels.rope_store, qkv, rotation, target, norm, norm, model.rms_norm_eps))
         return Case("small", "rope_store", f"{rows} rows", moved, 0, calls)
 
     def _prompt_case(self, kernel: str, tokens: int, calls: Sequence[Callable[[], object]]) -> Case:

@@ -60,21 +60,8 @@ def movable(x: torch.Tensor) -> torch.Tensor:
 class Norm:
     """An RMSNorm's parameters, as they are handed to the product behind it."""
 
-    weight: torch.Tensor | None  # [n]; None: folded into the columns of the product's weight
+    weight: torch.Tensor  # [n]
     eps: float
-
-
-@dataclass(frozen=True)
-class RowRms:
-    """Root mean squares sqrt(mean(x^2) + eps) of rows, by which their products have yet to be divided."""
-
-    x: torch.Tensor  # [T, n]
-    eps: float
-
-    def divide(self, y: torch.Tensor) -> torch.Tensor:
-        """y [T, m] / rms(x), computed in float32, in y's dtype"""
-        mean_square = self.x.float().square().mean(-1, keepdim=True)
-        return (y.float() * torch.rsqrt(mean_square + self.eps)).to(y.dtype)
 
 
 class Matrix(Protocol):
@@ -87,10 +74,6 @@ class Matrix(Protocol):
 
     def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + bias, of x or of its norm. x [T, in] -> [T, out], in `out` (contiguous) where that is given"""
-        ...
-
-    def undivided(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, RowRms | None]:
-        """`product`, which may leave the division by the rms of x to who reads it next: then that is the second."""
         ...
 
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,12 +120,8 @@ class Kernels(Protocol):
         """
         ...
 
-    def folds_norms(self, dtype: torch.dtype) -> bool:
-        """Whether matrices of this dtype divide by the rms of x behind the product, if the norm's weight is in W."""
-        ...
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [T, n], weight [n] or None for ones"""
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [T, n], weight [n]"""
         ...
 
     def rope_store(
@@ -153,13 +132,11 @@ class Kernels(Protocol):
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
-        rms: RowRms | None = None,
     ) -> torch.Tensor:
         """Normalise each head of q and k (where norms are given), rotate them, store k and v; returns q.
 
-        qkv [T, (heads + 2 kv_heads) * head_dim], divided by `rms` before all else where that is given; q_norm and
-        k_norm [head_dim]. Rotation is half-split: with halves (a, b) it gives (a cos - b sin, b cos + a sin).
-        -> [T, heads, head_dim]
+        qkv [T, (heads + 2 kv_heads) * head_dim]; q_norm and k_norm [head_dim]. Rotation is half-split: with halves
+        (a, b) it gives (a cos - b sin, b cos + a sin). -> [T, heads, head_dim]
         """
         ...
 
@@ -181,11 +158,8 @@ class TorchKernels:
         weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
         return ids.int(), weights / weights.sum(-1, keepdim=True) if normalize else weights
 
-    def folds_norms(self, dtype: torch.dtype) -> bool:
-        return False
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def rope_store(
         self,
@@ -195,10 +169,7 @@ class TorchKernels:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
-        rms: RowRms | None = None,
     ) -> torch.Tensor:
-        if rms is not None:
-            qkv = rms.divide(qkv)
         kv_heads, head_dim = target.keys.shape[1:]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         num_heads = heads.shape[1] - 2 * kv_heads
@@ -237,9 +208,6 @@ class TorchMatrix:
         if norm is not None:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
         return linear(x, self.weight, self._bias, out)
-
-    def undivided(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, RowRms | None]:
-        return self.product(x, norm), None
 
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))

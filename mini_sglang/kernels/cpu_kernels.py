@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-from mini_sglang.kernels.base import KVCells, Rotation, RowRms, TorchExperts, TorchKernels, TorchMatrix
+from mini_sglang.kernels.base import KVCells, Rotation, TorchExperts, TorchKernels, TorchMatrix
 from mini_sglang.kernels.cpu_threads import SharedWork, next_share
 
 FEW_ROWS = 32  # computed by one thread
@@ -52,13 +52,10 @@ class CpuKernels:
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return self._torch.route(logits, top_k, normalize=normalize)
 
-    def folds_norms(self, dtype: torch.dtype) -> bool:
-        return False
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        size = x.shape[-1]
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        size = weight.shape[0]
         rows = x.numel() // size
-        if weight is None or not x.is_contiguous():
+        if not x.is_contiguous():
             return self._torch.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
         self._compiled.rms_norm.run(
@@ -74,11 +71,10 @@ class CpuKernels:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
-        rms: RowRms | None = None,
     ) -> torch.Tensor:
         tokens, (kv_heads, size) = qkv.shape[0], target.keys.shape[1:]
-        if rms is not None or not qkv.is_contiguous():
-            return self._torch.rope_store(qkv, rotation, target, q_norm, k_norm, eps, rms)
+        if not qkv.is_contiguous():
+            return self._torch.rope_store(qkv, rotation, target, q_norm, k_norm, eps)
         num_heads = qkv.shape[1] // size - 2 * kv_heads
         q = qkv.new_empty(tokens, num_heads, size)
         self._compiled.rope_store.run(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.base import Kernels, Norm, RowRms
+from mini_sglang.kernels.base import Kernels, Norm
 from mini_sglang.weights.tensor import QuantizedBlocks
 
 _EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
@@ -32,9 +32,6 @@ class CpuMatrix:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
         y = self._dense.multiply(x) if self._int4 is None or len(x) > _MAX_PACKED_ROWS else self._int4.multiply(x)
         return y if out is None else out.copy_(y)
-
-    def undivided(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, RowRms | None]:
-        return self.product(x, norm), None
 
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))

@@ -68,9 +68,8 @@ def gemv(
 ) -> torch.Tensor:
     """x W^T, with what is given of: RMSNorm of x before, bias, gating, residual behind. All sums are float32.
 
-    x [rows, K], rows contiguous, at most MAX_ROWS; weight [N, K] contiguous; bias [N]; norm: of x, K wide, or without
-    a weight; with `gated` the result is silu(first half) * second half of the N outputs; residual [rows, N] is added
-    in place and returned.
+    x [rows, K], rows contiguous, at most MAX_ROWS; weight [N, K] contiguous; bias [N]; norm: of x, K wide; with `gated`
+    the result is silu(first half) * second half of the N outputs; residual [rows, N] is added in place and returned.
     -> [rows, N], or [rows, N / 2] with `gated`, in x's dtype; without a residual it goes into `out` where that is given
     """
     rows, k = x.shape
@@ -90,7 +89,7 @@ def gemv(
         x,
         weight,
         weight if bias is None else bias,
-        weight if norm is None or norm.weight is None else norm.weight,
+        weight if norm is None else norm.weight,
         out,
         x.stride(0),
         rows,
@@ -102,7 +101,6 @@ def gemv(
         BLOCK_K=tuning.block_k,
         BIAS=bias is not None,
         NORM=norm is not None,
-        SCALE=norm is not None and norm.weight is not None,
         GATED=gated,
         RESIDUAL=residual is not None,
         AHEAD=tuning.ahead,
@@ -124,7 +122,7 @@ def gemv_reference(
     """The twin of `gemv`, in float64; leaves `residual` as it is."""
     values = x.double()
     if norm is not None:
-        values = F.rms_norm(values, (x.shape[1],), None if norm.weight is None else norm.weight.double(), norm.eps)
+        values = F.rms_norm(values, (x.shape[1],), norm.weight.double(), norm.eps)
     out = F.linear(values, weight.double(), None if bias is None else bias.double())
     if gated:
         gate, up = out.chunk(2, dim=-1)
@@ -149,7 +147,6 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    SCALE: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -168,7 +165,7 @@ def _gemv_kernel(
         inner = there & (BLOCK_K + at < K)[None, :]
         waiting = tl.load(first + BLOCK_K, mask=inner, other=0.0)
         waiting_up = tl.load(second + BLOCK_K, mask=inner, other=0.0) if GATED else waiting
-    if SCALE and K <= BLOCK_K:
+    if NORM and K <= BLOCK_K:
         scale = tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
     places = out + (row * N)[:, None] + outputs[None, :]
     mask = (row < rows)[:, None] & (outputs < N)[None, :]
@@ -186,7 +183,6 @@ def _gemv_kernel(
         ).to(tl.float32)
         if NORM:
             squares += tl.sum(values * values, 1)
-        if SCALE:
             if K > BLOCK_K:
                 scale = tl.load(norm + k + at, mask=inside, other=0.0).to(tl.float32)
             values *= scale[None, :]

@@ -17,12 +17,10 @@ import triton.language as tl
 from mini_sglang.kernels.overlap import ahead_of, await_inputs, fetch_ahead, overlapped
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, ahead: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, ahead: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, size], rows contiguous, weight [size] -> x / rms(x) * weight, computed in float32, in x's dtype
 
-    Without a weight: x / rms(x). `ahead` [N, K] contiguous: the weight that is needed next.
+    `ahead` [N, K] contiguous: the weight that is needed next.
     """
     rows, size = x.shape
     if x.stride(1) != 1:
@@ -48,7 +46,7 @@ def rms_norm(
     return out
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The twin of `rms_norm`."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
@@ -75,20 +73,8 @@ def _norm_kernel(
             fetch_ahead(ahead, tl.program_id(0) - rows, n, AHEAD_K_BYTES, AHEAD_LINES)
     at = tl.arange(0, BLOCK)
     there = at < tl.where(row < rows, SIZE, 0)
-    scale = 1.0 if weight is None else tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+    scale = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
     await_inputs(OVERLAP)
     values = tl.load(x + row * x_stride + at, mask=there, other=0.0).to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     tl.store(out + row * SIZE + at, (values * inverse_rms * scale).to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def inverse_rms_of(row, is_there, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """1 / rms of the SIZE values from `row` on, which is read if it is there; BLOCK: the power of two that holds them.
-
-    For kernels that divide behind a product what the product has left undivided, and read the row before they wait.
-    """
-    at = tl.arange(0, BLOCK)
-    # `await_inputs` makes others' writes seen; before it, read past this multiprocessor's own cache
-    values = tl.load(row + at, mask=at < tl.where(is_there, SIZE, 0), other=0.0, cache_modifier=".cg").to(tl.float32)
-    return tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)

@@ -1,5 +1,4 @@
-"""From the fused qkv product to attention's inputs in one pass: QK-norm, rotation, and the store into the KV pool;
-before them the division that the product has left, where it has.
+"""From the fused qkv product to attention's inputs in one pass: QK-norm, rotation, and the store into the KV pool.
 
 q is written out rotated; k and v go straight to their cells of the pool, so neither is written twice. The rotation is
 the half-split one (Su et al., arXiv 2104.09864). The PyTorch twin is beside the kernel; neither knows a model or a
@@ -15,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.base import RowRms, as_stored
+from mini_sglang.kernels.base import as_stored
 from mini_sglang.kernels.overlap import await_inputs, overlapped
-from mini_sglang.kernels.rms_norm import inverse_rms_of
 
 _HEADS = 16  # heads per program, whatever the number of tokens: another tile would add in another order
 
@@ -34,15 +32,13 @@ def rope_store(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    rms: RowRms | None = None,
 ) -> torch.Tensor:
     """Normalise (if q_norm and k_norm are given) and rotate q and k, store k and v, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 * kv_heads) * head_dim] contiguous: q, k, v; positions [T] int32 or int64; cells [T] likewise:
     page id * page_size + offset; cos, sin [context, head_dim / 2] of any float dtype; keys, values [num_cells,
     kv_heads, head_dim] contiguous, of the pool's dtype (float8_e4m3fn saturates at ±448); q_norm, k_norm [head_dim].
-    `rms`: of x [T, n], rows contiguous, by which all of qkv is divided first. It is read early: what wrote x came
-    before the product whose result qkv is. Computed in float32, rounded once.
+    Computed in float32, rounded once.
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -52,8 +48,6 @@ def rope_store(
         raise ValueError(f"cos and sin must be contiguous [context, {head_dim // 2}], got {tuple(cos.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
-    if rms is not None and rms.x.stride(1) != 1:
-        raise ValueError("the elements of a row of x must be contiguous")
     q = torch.empty(qkv.shape[0], num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _rope_store_kernel[(qkv.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
         qkv,
@@ -66,18 +60,13 @@ def rope_store(
         q,
         keys,
         values,
-        None if rms is None else rms.x,
-        0 if rms is None else rms.x.stride(0),
         eps,
-        0.0 if rms is None else rms.eps,
         NUM_HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=_HEADS,
         NORM=q_norm is not None,
-        X_SIZE=0 if rms is None else rms.x.shape[1],
-        X_BLOCK=0 if rms is None else triton.next_power_of_2(rms.x.shape[1]),
         num_warps=4,
         **overlapped(qkv.device),
     )
@@ -96,12 +85,10 @@ def rope_store_reference(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    rms: RowRms | None = None,
 ) -> torch.Tensor:
     """The twin of `rope_store`, in float32: writes keys and values too."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
-    wide = qkv.float() if rms is None else rms.divide(qkv.float())
-    heads = wide.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.float().view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     cosines, sines = cos[positions].float().unsqueeze(1), sin[positions].float().unsqueeze(1)  # [T, 1, head_dim / 2]
 
@@ -136,18 +123,13 @@ def _rope_store_kernel(
     q,
     keys,
     values,
-    x,
-    x_stride,
     eps,
-    x_eps,
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
-    X_SIZE: tl.constexpr,
-    X_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of one token, as two tiles: the first and the second halves of the heads."""
@@ -169,16 +151,11 @@ def _rope_store_kernel(
         q_b = tl.load(q_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_a = tl.load(k_norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_b = tl.load(k_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    if x is not None:
-        inverse_rms_of_row = inverse_rms_of(x + token * x_stride, True, x_eps, X_SIZE, X_BLOCK)
-    await_inputs(OVERLAP)  # positions and cells were written when the step began, x before the product
-    a = tl.load(qkv + source, mask=there, other=0.0).to(tl.float32)
-    b = tl.load(qkv + source + HALF, mask=there, other=0.0).to(tl.float32)
-    if x is not None:
-        a *= inverse_rms_of_row
-        b *= inverse_rms_of_row
-    v_a = a
-    v_b = b
+    await_inputs(OVERLAP)  # positions and cells were written when the step began
+    raw_a = tl.load(qkv + source, mask=there, other=0.0)
+    raw_b = tl.load(qkv + source + HALF, mask=there, other=0.0)
+    a = raw_a.to(tl.float32)
+    b = raw_b.to(tl.float32)
     if NORM:
         inverse_rms = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
         a = a * inverse_rms * tl.where(is_q, q_a, k_a)
@@ -192,5 +169,5 @@ def _rope_store_kernel(
     tl.store(keys + to_k, _as_stored(rotated_a, keys), mask=is_k & fits)
     tl.store(keys + to_k + HALF, _as_stored(rotated_b, keys), mask=is_k & fits)
     to_v = to_k - KV_HEADS * (2 * HALF)
-    tl.store(values + to_v, _as_stored(v_a, values), mask=is_v & fits)
-    tl.store(values + to_v + HALF, _as_stored(v_b, values), mask=is_v & fits)
+    tl.store(values + to_v, _as_stored(raw_a, values), mask=is_v & fits)
+    tl.store(values + to_v + HALF, _as_stored(raw_b, values), mask=is_v & fits)

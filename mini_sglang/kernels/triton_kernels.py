@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
 
-from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, RowRms, linear
+from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, linear
 from mini_sglang.kernels.experts import experts
 from mini_sglang.kernels.gemv import MAX_ROWS, gemv
 from mini_sglang.kernels.matmul import matmul
@@ -33,10 +31,7 @@ class TritonKernels:
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, top_k, normalize=normalize)
 
-    def folds_norms(self, dtype: torch.dtype) -> bool:
-        return dtype != torch.float16  # whose largest number, 65,504, an undivided product may exceed
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
 
     def rope_store(
@@ -47,7 +42,6 @@ class TritonKernels:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
-        rms: RowRms | None = None,
     ) -> torch.Tensor:
         return rope_store(
             qkv,
@@ -60,7 +54,6 @@ class TritonKernels:
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
-            rms=rms,
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -80,16 +73,10 @@ class TritonMatrix:
             x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
         return linear(x, self.weight, self._bias, out)
 
-    def undivided(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, RowRms | None]:
-        if self._bias is not None or _is_few(x) or not _is_folded(norm):
-            return self.product(x, norm), None
-        return linear(x, self.weight, None), RowRms(x, norm.eps)
-
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
             return gemv(x, self.weight, bias=self._bias, norm=norm, gated=True)
-        gate_up, rms = self.undivided(x, norm)
-        return silu_mul(gate_up, rms=rms, ahead=ahead)
+        return silu_mul(self.product(x, norm), ahead=ahead)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if _is_few(x):
@@ -107,11 +94,6 @@ class InvariantMatrix:
 
     def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(self._normed(x, norm), self.weight, self._bias, out=out)
-
-    def undivided(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, RowRms | None]:
-        if self._bias is not None or not _is_folded(norm):
-            return self.product(x, norm), None
-        return matmul(x, self.weight), RowRms(x, norm.eps)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(self._normed(x, norm), self.weight, self._bias, gated=True)
@@ -131,10 +113,6 @@ class TritonExperts:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return experts(residual, x, ids, weights, self._gate_up, self._down, deterministic=self._deterministic)
-
-
-def _is_folded(norm: Norm | None) -> TypeGuard[Norm]:
-    return norm is not None and norm.weight is None
 
 
 def _is_few(x: torch.Tensor) -> bool:

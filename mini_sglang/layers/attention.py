@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -44,7 +43,6 @@ class Attention:
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             placement,
             bias=config.attention_bias,
-            norm_before=not post_norm and qk_norm != "whole",
         )
         self._out = Linear(
             q_size, {"o_proj": config.hidden_size}, placement, bias=config.attention_output_bias, summed=True
@@ -62,20 +60,16 @@ class Attention:
         With `post_norm`: x + norm(attention(x)).
         """
         before, after = (None, norm) if self._post_norm else (norm, None)
-        qkv, rms = self._qkv.undivided(x, before)
+        qkv = self._qkv(x, before)
         q_norm = None if self._q_norm is None else self._q_norm.weight
         k_norm = None if self._k_norm is None else self._k_norm.weight
         if self._whole_norms is not None:
             qkv = self._whole_norms(qkv)
-        q = self._kernels.rope_store(qkv, rotation, plan.target(self._layer), q_norm, k_norm, self._eps, rms)
+        q = self._kernels.rope_store(qkv, rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
         attended = plan.attend(q, self._layer).flatten(1)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self._out.add_to(x, attended, after)
-
-    @property
-    def fold_norm(self) -> Callable[[torch.Tensor], None] | None:
-        return self._qkv.fold_norm
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._qkv.weight_slots(prefix) | self._out.weight_slots(prefix)

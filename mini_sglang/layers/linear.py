@@ -2,8 +2,7 @@
 
 q, k and v (and the MLP's gate and up) are stacked into one matrix, so that a step reads them in one product. Each part
 knows its rows; when the last part has arrived the matrix is laid out for the device, and the dense copy is dropped.
-Each rank loads its shards of the parts alone. Where the device's kernels can, the weight g of the norm before goes into
-the columns: norm(x) W^T = (x (W diag(g))^T) / rms(x), so that x can be multiplied as it is and divided behind.
+Each rank loads its shards of the parts alone.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mini_sglang.kernels.base import Matrix, RowRms
+from mini_sglang.kernels.base import Matrix
 from mini_sglang.kernels.cpu_linear import CpuMatrix
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.sharding import Shard, copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightSlot
-
-_NORM = "norm"  # beside the names of parts
 
 
 class Linear:
@@ -27,8 +24,6 @@ class Linear:
 
     Sizes that are numbers are whole on every rank. A column-parallel layer has shards for parts: each rank computes
     some outputs. A row-parallel one has a shard of inputs and is `summed`: `add_to` adds the ranks' products up.
-
-    `norm_before`: x is always normed, and the result goes through `undivided` or `gated`.
     """
 
     def __init__(
@@ -39,7 +34,6 @@ class Linear:
         *,
         bias: bool = False,
         summed: bool = False,
-        norm_before: bool = False,
     ) -> None:
         self._inputs = _as_shard(in_features)
         self._parts = {name: _as_shard(rows) for name, rows in parts.items()}
@@ -54,11 +48,6 @@ class Linear:
         self._blocks: dict[str, QuantizedBlocks] = {}
         self._missing = set(parts) | ({f"{name}.bias" for name in parts} if bias else set())
         self._laid_out: Matrix | None = None
-        self._norm_weight: torch.Tensor | None = None  # to be folded in
-        # a bias is added to what is divided already
-        self._folds_norm = norm_before and not bias and placement.kernels.folds_norms(placement.dtype)
-        if self._folds_norm:
-            self._missing.add(_NORM)
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of x [rows, in], or of its norm -> [rows, out], in `out` (contiguous) where that is given"""
@@ -68,15 +57,6 @@ class Linear:
     def weight(self) -> torch.Tensor | None:
         """[out, in] as a device reads it, for who may begin to fetch it; None where it was laid out in another way"""
         return self._matrix.weight
-
-    @property
-    def fold_norm(self) -> Callable[[torch.Tensor], None] | None:
-        """What takes in the weight [in] of the norm before, when that is loaded; None where it stays with the norm"""
-        return self._fold_norm if self._folds_norm else None
-
-    def undivided(self, x: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, RowRms | None]:
-        """The product of x [rows, in], or of its norm -> [rows, out], and by what it has yet to be divided, if so"""
-        return self._matrix.undivided(x, None if norm is None else norm.parameters)
 
     def gated(self, x: torch.Tensor, norm: RMSNorm | None, ahead: torch.Tensor | None) -> torch.Tensor:
         """silu(first half) * second half of the product of x, or of its norm. x [rows, in] -> [rows, out / 2]
@@ -138,10 +118,6 @@ class Linear:
 
         return load
 
-    def _fold_norm(self, weight: torch.Tensor) -> None:
-        self._norm_weight = weight
-        self._arrived(_NORM)
-
     def _arrived(self, part: str) -> None:
         self._missing.discard(part)
         if not self._missing:
@@ -151,9 +127,6 @@ class Linear:
         assert self._weight is not None
         if self._summed and self._placement.parallel.rank > 0:
             self._bias = None  # added once, by the first rank
-        if self._norm_weight is not None:
-            self._weight.mul_(self._norm_weight)  # in place, rounded once
-            self._norm_weight = None
         if self._placement.device.type == "cpu" and CpuMatrix.available(self._placement.dtype):
             blocks = [self._blocks[name] for name in self._parts if name in self._blocks]
             stacked = _stack(blocks) if len(blocks) == len(self._parts) else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from mini_sglang.layers.linear import Linear
@@ -20,17 +18,13 @@ class GatedMLP:
         self._post_norm = post_norm
         size = placement.parallel.shard(config.intermediate_size)
         parts = {"gate_proj": size, "up_proj": size}
-        self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias, norm_before=not post_norm)
+        self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias)
         self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias, summed=True)
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x [tokens, hidden] -> x + mlp(norm(x)), with `post_norm` x + norm(mlp(x))"""
         before, after = (None, norm) if self._post_norm else (norm, None)
         return self._down.add_to(x, self._gate_up.gated(x, before, ahead=self._down.weight), after)
-
-    @property
-    def fold_norm(self) -> Callable[[torch.Tensor], None] | None:
-        return self._gate_up.fold_norm
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         return self._gate_up.weight_slots(prefix) | self._down.weight_slots(prefix)

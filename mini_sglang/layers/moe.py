@@ -19,8 +19,6 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 class MixtureOfExperts:
     """Top-k routing by the softmax over all experts (Shazeer et al., arXiv 1701.06538); experts are gated MLPs."""
 
-    fold_norm = None  # router and experts read the norm's result
-
     def __init__(self, config: ModelConfig, placement: Placement, layer: int) -> None:
         if config.experts is None:
             raise ValueError(f"architecture {config.architecture!r} needs experts, and the config names none")

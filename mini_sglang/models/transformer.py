@@ -23,19 +23,11 @@ class AttentionPart(Protocol):
         self, x: torch.Tensor, norm: RMSNorm, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
-    @property
-    def fold_norm(self) -> Callable[[torch.Tensor], None] | None:
-        """What takes in the weight of the norm that the part is handed; None where that keeps it"""
-
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
 
 class MLPPart(Protocol):
     def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor: ...
-
-    @property
-    def fold_norm(self) -> Callable[[torch.Tensor], None] | None:
-        """As in `AttentionPart`"""
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
@@ -111,9 +103,9 @@ class Block:
         norms: tuple[str, str],
     ) -> None:
         self._norm_names = norms
-        self._attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, attention.fold_norm)
+        self._attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._attention = attention
-        self._mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, mlp.fold_norm)
+        self._mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._mlp = mlp
 
     def __call__(

@@ -39,13 +39,11 @@ def test_product_with_every_extra(device: torch.device, dtype: torch.dtype, rows
     check(x, weight)
     check(x, weight, bias=bias)
     check(x, weight, norm=norm)
-    check(x, weight, norm=Norm(None, 0.5))
     check(x, weight, residual=residual)
     check(x, weight, norm=norm, bias=bias, residual=residual)
     if n % 2 == 0:
         check(x, weight, gated=True)
         check(x, weight, norm=norm, bias=bias, gated=True)
-        check(x, weight, norm=Norm(None, 0.5), gated=True)
 
 
 def test_the_residual_is_changed_in_place(device: torch.device) -> None:
@@ -69,13 +67,7 @@ def test_the_result_goes_where_it_is_wanted(device: torch.device) -> None:
 def test_model_shapes_in_bfloat16(n: int, k: int, rows: int) -> None:
     x, weight = operands(rows, n, k, torch.bfloat16, "cuda")
     norm, residual = Norm(weight[0].contiguous() + 1, 1e-6), x[:, :1].expand(rows, n).contiguous()
-    cases: list[dict[str, Any]] = [
-        {"norm": norm, "gated": True},
-        {"norm": Norm(None, 1e-6)},
-        {"residual": residual},
-        {},
-    ]
-    for extras in cases:
+    for extras in ({"norm": norm, "gated": True}, {"residual": residual}, {}):
         expected = gemv_reference(x, weight, **extras)
         if "residual" in extras:
             extras["residual"] = residual.clone()

@@ -26,7 +26,6 @@ def test_norm_equals_float64(device: torch.device, dtype: torch.dtype, tolerance
     x, weight = torch.randn(rows, size + 8).to(device, dtype)[:, :size], torch.randn(size).to(device, dtype)
     wanted = rms_norm_reference(x.double(), weight.double(), 1e-5)
     assert relative_error(rms_norm(x, weight, 1e-5), wanted) < tolerance
-    assert relative_error(rms_norm(x, None, 1e-5), rms_norm_reference(x.double(), None, 1e-5)) < tolerance
 
 
 @pytest.mark.gpu

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from mini_sglang.kernels.base import RowRms
 from mini_sglang.kernels.rope_store import rope_store, rope_store_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 GPU = [pytest.mark.gpu, needs_gpu]
 
 
-@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "tokens", "dtype", "tolerance"),
@@ -37,7 +33,6 @@ def test_equals_its_twin(
     dtype: torch.dtype,
     tolerance: float,
     norm: bool,
-    divided: bool,
 ) -> None:
     torch.manual_seed(0)
     cells = tokens + 10
@@ -48,11 +43,10 @@ def test_equals_its_twin(
     keys, values = torch.randn(2, cells, kv_heads, head_dim).to(device, dtype).unbind()
     wanted_keys, wanted_values = keys.double(), values.double()
     norms = torch.randn(2, head_dim).to(device, dtype).unbind() if norm else (None, None)
-    # rows of x between others, as wide as no power of two, and of sizes that differ
-    x = (torch.randn(tokens, 108) * torch.arange(1, tokens + 1).unsqueeze(1)).to(device, dtype)[:, :100]
-    settings: dict[str, Any] = {"q_norm": norms[0], "k_norm": norms[1], "rms": RowRms(x, 0.5) if divided else None}
-    q = rope_store(qkv, positions, chosen, cos, sin, keys, values, **settings)
-    wanted = rope_store_reference(qkv.float(), positions, chosen, cos, sin, wanted_keys, wanted_values, **settings)
+    q = rope_store(qkv, positions, chosen, cos, sin, keys, values, q_norm=norms[0], k_norm=norms[1])
+    wanted = rope_store_reference(
+        qkv.float(), positions, chosen, cos, sin, wanted_keys, wanted_values, q_norm=norms[0], k_norm=norms[1]
+    )
     for actual, expected in ((q, wanted), (keys, wanted_keys), (values, wanted_values)):
         assert actual.dtype == dtype
         assert (actual.double() - expected).norm() / expected.norm() < tolerance
@@ -96,23 +90,6 @@ def test_a_float8_pool_is_rounded_to_like_the_twin(device: torch.device) -> None
     assert not keys.isnan().any()
     assert ((keys - wanted_keys).abs() <= wanted_keys.abs() / 8 + 2**-9).all()
     assert (keys == wanted_keys).float().mean() > 0.99
-
-
-def test_a_token_alone_is_divided_to_the_bits_that_it_has_in_a_batch(device: torch.device) -> None:
-    torch.manual_seed(0)
-    qkv, x = torch.randn(3, 8 * 16).to(device), torch.randn(3, 100).to(device)
-    cos, sin = torch.randn(2, 3, 8).to(device).unbind()
-    at = torch.arange(3, device=device)
-
-    def computed(rows: slice) -> list[torch.Tensor]:
-        keys, values = torch.zeros(2, 3, 2, 16, device=device).unbind()
-        q = rope_store(qkv[rows], at[rows], at[rows], cos, sin, keys, values, rms=RowRms(x[rows], 1e-6))
-        return [q, keys[rows], values[rows]]
-
-    together = computed(slice(None))
-    for row in range(3):
-        for alone, among in zip(computed(slice(row, row + 1)), together, strict=True):
-            assert torch.equal(alone[0], among[row])
 
 
 def test_one_norm_without_the_other_is_refused(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A model whose norms' weights are folded into the products behind them says what the model as it is written says.
+"""A model on a GPU's kernels says what one on PyTorch's says.
 
 Through Triton's interpreter where there is no GPU.
 """
@@ -46,14 +46,6 @@ CONFIGS = {
     "bias of the mlp": replace(LLAMA, mlp_bias=True),
     "olmo2, with norms behind": replace(LLAMA, architecture="olmo2"),
     "mixture": replace(LLAMA, architecture="mixtral", experts=MIXTURE),
-}
-FOLDED = {  # those of attention and of the MLP
-    "llama": (True, True),
-    "qwen3": (True, True),
-    "qwen2, with a bias": (False, True),
-    "bias of the mlp": (True, False),
-    "olmo2, with norms behind": (False, False),
-    "mixture": (True, False),
 }
 
 
@@ -103,24 +95,11 @@ def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_says_what_the_definition_says(name: str, deterministic: bool) -> None:
     config = CONFIGS[name]
-    as_written = model_on(TorchKernels(), config)
+    plain = model_on(TorchKernels(), config)
     for seed, rows in enumerate((1, 2, 3)):
-        folded = model_on(TritonKernels(deterministic=deterministic), config, seed=seed)
+        fused = model_on(TritonKernels(deterministic=deterministic), config, seed=seed)
         ids = [7, 3, 41][:rows]
-        torch.testing.assert_close(logits(folded, ids), logits(as_written, ids), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_norm_is_folded_where_one_product_alone_reads_it_and_has_no_bias(name: str) -> None:
-    def folded(kernels: Kernels, dtype: torch.dtype) -> set[tuple[bool, bool]]:
-        """Of the layers: whether attention and MLP take the weight of their norm in"""
-        blocks = build_model(CONFIGS[name], Placement(DEVICE, dtype, kernels))._blocks
-        return {(block._attention.fold_norm is not None, block._mlp.fold_norm is not None) for block in blocks}
-
-    for dtype in (torch.float32, torch.bfloat16):
-        assert folded(TritonKernels(), dtype) == {FOLDED[name]}
-        assert folded(TorchKernels(), dtype) == {(False, False)}
-    assert folded(TritonKernels(), torch.float16) == {(False, False)}  # which a product may exceed
+        torch.testing.assert_close(logits(fused, ids), logits(plain, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_alone_gives_the_bits_it_gives_in_a_batch_if_deterministic() -> None:
