@@ -287,10 +287,31 @@ def merged(old: Figures, new: Figures) -> Figures:
     return both
 
 
+class NotingFigures(dict[str, Any]):
+    """Figures that note which of them are read."""
+
+    def __init__(self, figures: Figures) -> None:
+        super().__init__(figures)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
+def day_of(target: Target, figures: Figures) -> str:
+    """When the oldest of the figures that `target` reads was measured, as far as that is known."""
+    noting = NotingFigures(figures)
+    target.value(noting)
+    measured = figures.get("measured", {})
+    return min((measured[key] for key in noting.read if key in measured), default="")
+
+
 def target_table(figures: Figures, promised: list[Target]) -> Table:
+    """Every promise beside its figure, and the figure's day, which need not be the last call's."""
     table = Table(title=f"{figures.get('card', 'no card')}, {figures.get('date', 'no date')}", title_justify="left")
     table.add_column("what")
-    for column in ("measured", "target", ""):
+    for column in ("measured", "target", "", "on"):
         table.add_column(column, justify="right")
     for target in promised:
         value, met = target.value(figures), target.met(figures)
@@ -300,6 +321,7 @@ def target_table(figures: Figures, promised: list[Target]) -> Table:
             shown,
             f"{'>=' if target.at_least else '<='} {target.bound:,g}",
             {True: "met", False: "MISSED", None: ""}[met],
+            day_of(target, figures),
         )
     return table
 

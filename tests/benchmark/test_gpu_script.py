@@ -55,3 +55,16 @@ def test_every_target_has_a_line_in_the_table() -> None:
     assert text.count("MISSED") == 1
     for target in gpu.targets():
         assert target.name in text
+
+
+def test_a_figure_of_an_earlier_call_shows_its_day() -> None:
+    parity, throughput = target("parity holds, nothing left out"), target("offline qwen3-0.6b, tok/s")
+    figures = {
+        "date": "2026-11-29",
+        "measured": {"parity": "2026-11-27", "offline_tok_s": "2026-11-29", "deterministic_tok_s": "2026-11-28"},
+        "parity": {"holds": True, "complete": True},
+    }
+    assert gpu.day_of(parity, figures) == "2026-11-27"
+    assert gpu.day_of(throughput, figures) == "2026-11-29"
+    assert gpu.day_of(target("deterministic qwen3-8b, of normal speed"), figures) == "2026-11-28"
+    assert gpu.day_of(target("host at 256 over 16 requests"), figures) == ""
