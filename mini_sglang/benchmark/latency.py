@@ -10,7 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from mini_sglang.benchmark.offline import Workload
+from mini_sglang.benchmark.offline import Workload, run_numbers
 from mini_sglang.engine import Engine
 
 
@@ -28,7 +28,8 @@ class Streams:
 def measure_latency(engine: Engine, workload: Workload, *, runs: int = 2) -> list[Streams]:
     """A warm-up, then `runs` runs with other ids."""
     vocab_size = engine.model_config.vocab_size
-    _, *streams = [stream(engine, workload.shifted(index, vocab_size)) for index in range(runs + 1)]
+    with run_numbers(runs) as numbers:
+        _, *streams = [stream(engine, workload.shifted(index, vocab_size)) for index in numbers]
     return streams
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -87,6 +87,21 @@ def test_streams_that_start_together_are_timed_token_by_token(engine: Engine) ->
     assert streams.tokens_per_second == pytest.approx(16 / streams.seconds)
     assert 0 < streams.token_ms_median <= streams.token_ms_p99
     assert streams.first_token_ms < streams.seconds * 1e3
+
+
+@pytest.mark.parametrize("measure", [measure_offline, measure_latency])
+def test_a_bar_on_a_terminal_says_how_many_runs_are_done(
+    engine: Engine, measure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = Workload.streams(2, 5, 3)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    measure(engine, workload, runs=1)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    measure(engine, workload, runs=1)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert all(done in shown.err for done in ("0/2", "1/2", "2/2"))
 
 
 def test_host_time_leaves_the_engine_as_it_was(engine: Engine) -> None:
