@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_every_link_leads_to_a_page_and_an_anchor_that_exist(site: Path) -> None
             ):
                 broken.append(f"{path.relative_to(site)} → {target}")
     assert not broken
+
+
+def test_a_guide_read_in_the_repository_links_to_files_that_exist() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    for path in docs.glob("*.md"):
+        targets = [urlsplit(target) for target in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8"))]
+        files = {target.path for target in targets if target.path and not target.scheme}
+        made_by_the_build = {"python.md"}
+        assert not [file for file in files - made_by_the_build if not (path.parent / file).is_file()]
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
