@@ -1,4 +1,4 @@
-"""Steps that compute prompts as CUDA graphs: one per number of tokens, whatever rows these tokens belong to.
+"""Steps that compute prompts as CUDA graphs: one for each of some sizes, whatever rows the tokens belong to.
 
 Launching every kernel of such a step costs the host more than a small model's kernels take. What a step consists of is
 sent as one list of integers; all that follows from it is computed inside the graph. Spare tokens belong to the idle
