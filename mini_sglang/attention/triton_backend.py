@@ -80,7 +80,7 @@ class TritonBackend:
         # one transfer for all of it
         rows = send([lengths, starts, chunks, firsts], device, torch.int32)
         longest = max((start + chunk for start, chunk in zip(starts, chunks, strict=True) if chunk), default=0)
-        tuning = self._short if longest <= SHORT_PREFILL else self._long
+        tuning = self._short if longest <= self.short_prompt else self._long
         tiles = prefill_tiles(starts, chunks, self.group, tuning)
         if self._deterministic:
             self.decode.plan_tiles(rows[1], rows[2], rows[3], send(tiles, device, torch.int64))

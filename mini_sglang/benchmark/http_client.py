@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+NOT_CONNECTED = "connect: "  # begins the error of an exchange for which no connection could be opened
 _MAX_IDLE_S = 2.0  # a connection idle for longer is not used again: the server may be about to close it
 
 
@@ -101,7 +102,7 @@ class HttpClient:
         try:
             _, connection = await asyncio.wait_for(connecting, self._timeout_s)
         except (OSError, TimeoutError) as error:
-            exchange.error = "timeout" if isinstance(error, TimeoutError) else f"connect: {_reason(error)}"
+            exchange.error = "timeout" if isinstance(error, TimeoutError) else f"{NOT_CONNECTED}{_reason(error)}"
             exchange.ended = time.perf_counter()
             answer.set_result(exchange)
         else:

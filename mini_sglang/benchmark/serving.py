@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mini_sglang.benchmark.apis import APIS, Sampling
 from mini_sglang.benchmark.arrivals import arrival_times
 from mini_sglang.benchmark.datasets import Requests, open_dataset
-from mini_sglang.benchmark.http_client import Exchange, HttpClient
+from mini_sglang.benchmark.http_client import NOT_CONNECTED, Exchange, HttpClient
 from mini_sglang.benchmark.load_generator import Load, LoadGenerator, LoadRequest, OnProgress
 from mini_sglang.benchmark.pyplot import load_pyplot
 from mini_sglang.benchmark.queue_time import QueueTimes
@@ -131,9 +131,9 @@ async def _model(config: ServingConfig, client: HttpClient) -> str | None:
     It is asked in any case: where nobody listens, that is said before a whole load has failed.
     """
     exchange = await client.get("/v1/models")
-    if exchange.error is not None and exchange.error.startswith("connect: "):
+    if exchange.error is not None and exchange.error.startswith(NOT_CONNECTED):
         raise ConnectionError(
-            f"no server answers at {config.url} ({exchange.error.removeprefix('connect: ')}); "
+            f"no server answers at {config.url} ({exchange.error.removeprefix(NOT_CONNECTED)}); "
             "start one with mini-sglang serve, or say with --url where it is"
         )
     if config.model_name or exchange.status == 404:

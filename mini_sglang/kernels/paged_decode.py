@@ -348,13 +348,10 @@ def _plan_tiles_kernel(
     start = tl.load(starts + row, mask=there, other=0)
     count = tl.load(counts + row, mask=there, other=0)
     length = start + first + 1
-    begin = length * 0
-    if WINDOW > 0:
-        begin = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
     at = items + place * FIELDS
     tl.store(at, row, mask=there)
     tl.store(at + 1, tl.load(tokens + row, mask=there, other=0) + first, mask=there)
-    tl.store(at + 2, begin, mask=there)
+    tl.store(at + 2, _first_seen(length, BLOCK, WINDOW), mask=there)
     tl.store(at + 3, tl.minimum(start + count, length + TOKENS - 1), mask=there)
     tl.store(at + 4, 0, mask=there)
     tl.store(at + 5, 1, mask=there)
