@@ -30,6 +30,7 @@ _PROGRAMS = 2112  # that race at the same time: sixteen on each multiprocessor o
 _BLOCK = 2048  # tokens that share one winner in the first list
 _GROUP = 32  # tokens that share one entry in the list of largest logits
 _TILE = 64  # groups looked into at a time
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _ON_GPU = tl.constexpr(torch.cuda.is_available())  # else in the interpreter, which has no libdevice
 
 NUM_SETTINGS = 7  # temperature, top_k, top_p, min_p, repetition, presence and frequency penalty
@@ -170,8 +171,10 @@ def _race_kernel(
             maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
             tl.store(group_maxima + row * num_groups + group, maxima, mask=group < num_groups)
         level = bar + (bar_top - top) * sharpness
-        if temperature > 0:  # noqa: SIM108 (one of the two is executed)
-            hopeful = _uniform(token, key) < tl.exp(score - level) * 1.001  # a margin for rounding
+        if temperature > 0:
+            # u < exp(score - level), both sides times 2^31, by fewer instructions; 0.002 is a margin for rounding
+            late = tl.exp2((x - top) * (sharpness * _LOG2_E) + (31.002 - level * _LOG2_E))
+            hopeful = _bits(token, key).to(tl.float32) < late
         else:
             hopeful = x > bar_top
         best = tl.full((), -float("inf"), tl.float32)
@@ -529,11 +532,16 @@ def _mix64(x):
 @triton.jit
 def _uniform(token, key):
     """The uniform number in (0, 1) behind a token's time, and never rounded to 1."""
+    return tl.minimum((_bits(token, key).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 1.0 / 16777216.0)
+
+
+@triton.jit
+def _bits(token, key):
+    """31 random bits, as in `noise.py`."""
     bits = token.to(tl.uint32) * 0x9E3779B9 + key
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
-    return tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 1.0 / 16777216.0)
+    return ((bits ^ (bits >> 16)) & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
