@@ -208,7 +208,7 @@ def expect_on_ranks(results: list[torch.Tensor], expected: torch.Tensor, what: s
 
 @guards("sum-forgotten")
 def test_a_row_parallel_product_is_summed() -> None:
-    results = on_ranks(lambda parallel: summed_layer(parallel).add_to(torch.zeros(2, 3), columns(parallel)))
+    results = on_ranks(lambda parallel: summed_layer(parallel).add_to(torch.zeros(2, 3), columns(parallel)).x)
     expect_on_ranks(
         results, X @ WEIGHT.T, "x W^T of 6 inputs, 3 on each rank", "the whole product is the sum of the parts"
     )
@@ -217,7 +217,7 @@ def test_a_row_parallel_product_is_summed() -> None:
 @guards("residual-on-every-rank")
 def test_the_residual_counts_once() -> None:
     residual = torch.full((2, 3), 10.0)
-    results = on_ranks(lambda parallel: summed_layer(parallel).add_to(residual.clone(), columns(parallel)))
+    results = on_ranks(lambda parallel: summed_layer(parallel).add_to(residual.clone(), columns(parallel)).x)
     expect_on_ranks(
         results, 10 + X @ WEIGHT.T, "a residual of 10 + x W^T", "every rank holds the residual; one adds it"
     )
@@ -225,7 +225,9 @@ def test_the_residual_counts_once() -> None:
 
 @guards("bias-on-every-rank")
 def test_the_bias_counts_once() -> None:
-    results = on_ranks(lambda parallel: summed_layer(parallel, bias=True).add_to(torch.zeros(2, 3), columns(parallel)))
+    results = on_ranks(
+        lambda parallel: summed_layer(parallel, bias=True).add_to(torch.zeros(2, 3), columns(parallel)).x
+    )
     expect_on_ranks(results, X @ WEIGHT.T + BIAS, "x W^T + bias", "every rank is given the bias; one adds it")
 
 
@@ -234,7 +236,7 @@ def test_a_norm_behind_the_product_sees_the_sum() -> None:
     def work(parallel: TensorParallel) -> torch.Tensor:
         norm = RMSNorm(3, 1e-5, placement(parallel))
         norm.weight.fill_(1.0)
-        return summed_layer(parallel).add_to(torch.zeros(2, 3), columns(parallel), norm)
+        return summed_layer(parallel).add_to(torch.zeros(2, 3), columns(parallel), norm).x
 
     wanted = F.rms_norm(X @ WEIGHT.T, (3,), None, 1e-5)
     expect_on_ranks(on_ranks(work), wanted, "norm(x W^T)", "norm(a + b) is not norm(a) + norm(b)")

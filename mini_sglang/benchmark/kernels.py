@@ -166,7 +166,10 @@ class _CaseMaker:
         return self._prompt_case(_CUDNN, tokens, [partial(attend, *qkv) for qkv in sets])
 
     def products(self, rows: int) -> Iterator[Case]:
-        """The products of one layer and of the output head, with the norms, the gate and the residual around them."""
+        """The products of one layer and of the output head, with the norms, the gate and the residual around them.
+
+        Where the norm is made with the sum before it (`Stream`), it is part of both products.
+        """
         model, item = self.model, self.dtype.itemsize
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         norm = Norm(self._random(model.hidden_size), model.rms_norm_eps)
@@ -188,7 +191,7 @@ class _CaseMaker:
             x, residual = self._random(rows, inputs), self._random(rows, outputs)
             calls: list[Callable[[], object]]
             if adds:
-                calls = [partial(matrix.add_to, residual, x) for matrix in matrices]
+                calls = [partial(matrix.add_to, residual, x, norm) for matrix in matrices]
             else:
                 calls = [partial(matrix.gated if gated else matrix.product, x, norm) for matrix in matrices]
             yield Case("linear", name, f"{rows} x {inputs} -> {outputs}", moved, 2 * rows * inputs * outputs, calls)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+
+N = TypeVar("N")
 
 FP8 = torch.float8_e4m3fn  # sign, 4 bits of exponent, 3 of mantissa; no infinity
 FP8_MAX = 448.0
@@ -64,6 +66,17 @@ class Norm:
     eps: float
 
 
+class Stream(NamedTuple):
+    """The residual stream of T tokens, and its next norm where the product that was added last has made it too."""
+
+    x: torch.Tensor  # [T, n]
+    normed: torch.Tensor | None = None  # [T, n]
+
+    def before(self, norm: N | None) -> tuple[torch.Tensor, N | None]:
+        """What the next product, with `norm` in front, takes: its input, and the norm that is left to do"""
+        return (self.x, norm) if self.normed is None else (self.normed, None)
+
+
 class Matrix(Protocol):
     """Weights W [out, in] and perhaps a bias, laid out for a device, and what a layer does with them. T tokens."""
 
@@ -83,8 +96,11 @@ class Matrix(Protocol):
         """
         ...
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, out] + the product of x [T, in] -> [T, out]; may overwrite `residual`"""
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+        """residual [T, out] + the product of x [T, in] -> [T, out]; may overwrite `residual`
+
+        `then` is the norm that reads the sum, for who computes it at less cost here than in front of the next product.
+        """
         ...
 
 
@@ -212,10 +228,10 @@ class TorchMatrix:
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
         if self._bias is not None:
-            return residual + self.product(x)
-        return residual.addmm_(x, self.weight.t())  # the product is added where it is made
+            return Stream(residual + self.product(x))
+        return Stream(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
 
 
 class TorchExperts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.base import Kernels, Norm
+from mini_sglang.kernels.base import Kernels, Norm, Stream
 from mini_sglang.weights.tensor import QuantizedBlocks
 
 _EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
@@ -36,10 +36,10 @@ class CpuMatrix:
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.product(x, norm))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
         if self._int4 is None or len(x) > _MAX_PACKED_ROWS:
-            return self._dense.multiply_add(x, residual)
-        return residual + self._int4.multiply(x)
+            return Stream(self._dense.multiply_add(x, residual))
+        return Stream(residual + self._int4.multiply(x))
 
     @staticmethod
     def available(dtype: torch.dtype) -> bool:

@@ -82,20 +82,60 @@ def matmul(
     """
     if gated and (residual is not None or weight.shape[0] % 2):
         raise ValueError(f"a gated product takes a weight of two halves and no residual; weight {list(weight.shape)}")
-    rows, depth = x.shape
+    rows = len(x)
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if residual is not None:
         out = residual
     _check(x, weight, out)
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return out
-    tile = tile or matmul_tile(rows, weight.shape[0], x.dtype)
+    if rows:
+        _launch(x, weight, bias, residual, out, tile or matmul_tile(rows, weight.shape[0], x.dtype), gated=gated)
+    return out
+
+
+def matmul_parts(
+    x: torch.Tensor, weight: torch.Tensor, parts: int, *, tile: MatmulTile = MATMUL_TILES[2]
+) -> torch.Tensor:
+    """x [rows, K], rows contiguous, times weight [N, K] contiguous, before it is summed -> [parts, rows, N] float32
+
+    K is cut into `parts` stretches (split-K), so that few rows and columns keep every multiprocessor busy. The sum has
+    the bits of `matmul` only by chance. Raises ValueError as `matmul` does.
+    """
+    _check(x, weight, None)
+    out = torch.empty(parts, len(x), len(weight), dtype=torch.float32, device=x.device)
+    if len(x):
+        _launch(x, weight, None, None, out, tile, parts=parts)
+    return out
+
+
+def matmul_parts_reference(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """The twin of `matmul_parts`, in float64."""
+    depth = _part_depth(x.shape[1], parts, x.dtype)
+    stretches = zip(x.double().split(depth, 1), weight.double().split(depth, 1), strict=True)
+    products = [of_x @ of_weight.t() for of_x, of_weight in stretches]
+    products += [torch.zeros_like(products[0])] * (parts - len(products))
+    return torch.stack(products).float()
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: MatmulTile,
+    *,
+    gated: bool = False,
+    parts: int = 1,
+) -> None:
+    """`out` is [rows, N], or [parts, rows, N] where K is cut."""
+    rows, depth = x.shape
+    columns = out.shape[-1]
     block_columns = tile.columns // 2 if gated else tile.columns  # of the result
-    block_depth = 64 if x.dtype.itemsize <= 2 else 32
+    block_depth = _block_depth(x.dtype)
     fills_a_tile = rows >= tile.rows
-    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, block_columns),)](
+    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, block_columns), parts)](
         TensorDescriptor.from_tensor(x, [tile.rows, block_depth]) if fills_a_tile else x,
         TensorDescriptor.from_tensor(weight.view(2, columns, depth), [2, block_columns, block_depth])
         if gated
@@ -106,8 +146,10 @@ def matmul(
         rows,
         columns,
         depth,
+        _part_depth(depth, parts, x.dtype),
         x.stride(0),
         GATED=gated,
+        IN_PARTS=parts > 1,
         FILLS_A_TILE=fills_a_tile,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=block_columns,
@@ -117,7 +159,16 @@ def matmul(
         num_stages=tile.num_stages,
         **overlapped(x.device),
     )
-    return out
+
+
+def _block_depth(dtype: torch.dtype) -> int:
+    return 64 if dtype.itemsize <= 2 else 32
+
+
+def _part_depth(depth: int, parts: int, dtype: torch.dtype) -> int:
+    """Of K, in whole blocks."""
+    blocks = triton.cdiv(depth, _block_depth(dtype))
+    return int(triton.cdiv(blocks, parts)) * _block_depth(dtype)
 
 
 def matmul_reference(
@@ -163,7 +214,7 @@ def banded_tile(row_tiles, column_tiles, ROW_TILES: tl.constexpr):
     return first + place % height, place // height
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "part_depth"])
 def _matmul_kernel(
     x,
     weight,
@@ -173,8 +224,10 @@ def _matmul_kernel(
     rows,
     columns,
     depth,
+    part_depth,
     x_stride,
     GATED: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     FILLS_A_TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -185,6 +238,7 @@ def _matmul_kernel(
     """weight is a tensor descriptor: what lies outside reads as 0, which adds nothing. x is one where it fills a tile.
 
     With GATED it is one of [2, columns, depth], gate and up: a tile holds the same columns of both, for one tl.dot.
+    IN_PARTS: a program walks one stretch of K, and `out` has a product for each of them.
 
     The memory engine takes up to twice as long over a tile that lies partly outside of x. So the last one ends with the
     last row, and stores only what is its own; and fewer rows than a tile has are read through pointers.
@@ -198,8 +252,13 @@ def _matmul_kernel(
     at_column = first_column + tl.arange(0, BLOCK_COLUMNS)
     at_depth = tl.arange(0, BLOCK_DEPTH)
     acc = tl.zeros([BLOCK_ROWS, 2 * BLOCK_COLUMNS if GATED else BLOCK_COLUMNS], tl.float32)
+    first, end = 0, depth
+    if IN_PARTS:
+        first = tl.program_id(1) * part_depth
+        end = tl.minimum(first + part_depth, depth)
+        out += tl.program_id(1).to(tl.int64) * rows * columns
     await_inputs(OVERLAP)
-    for start in range(0, depth, BLOCK_DEPTH):
+    for start in range(first, end, BLOCK_DEPTH):
         if FILLS_A_TILE:
             x_tile = x.load([first_row, start])
         else:

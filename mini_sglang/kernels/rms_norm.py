@@ -1,7 +1,8 @@
 """RMSNorm (Zhang and Sennrich, arXiv 1910.07467), beside its PyTorch twin.
 
-The residual is not added here but where it is made, by the product before. One program per row and a fixed tile, so a
-row's result depends on that row alone; further programs fetch the next product's weights ahead. Knows no model.
+The residual is added where it is made, by the product before; but one that leaves parts (`matmul_parts`) has them added
+here. One program per row and a fixed tile, so a row's result depends on that row alone; further programs fetch the next
+product's weights ahead. Knows no model.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -16,10 +17,20 @@ import triton.language as tl
 
 from mini_sglang.kernels.overlap import ahead_of, await_inputs, fetch_ahead, overlapped
 
+MAX_PARTS = 8
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, ahead: torch.Tensor | None = None) -> torch.Tensor:
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    parts: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [rows, size], rows contiguous, weight [size] -> x / rms(x) * weight, computed in float32, in x's dtype
 
+    `parts` [at most MAX_PARTS, rows, size] float32, contiguous, are added to x first, in place.
     `ahead` [N, K] contiguous: the weight that is needed next.
     """
     rows, size = x.shape
@@ -31,38 +42,48 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, ahead: torch.
     _norm_kernel[(rows + fetched.programs,)](
         x,
         weight,
+        parts,
         out,
         fetched.weight,
         rows,
+        0 if parts is None else len(parts),
         fetched.n,
         x.stride(0),
         eps,
         SIZE=size,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        PARTS=1 if parts is None else triton.next_power_of_2(len(parts)),
+        num_warps=max(1, min(16, block // (512 if parts is None else 128))),
         **fetched.constants,
         **overlapped(x.device),
     )
     return out
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, parts: torch.Tensor | None = None
+) -> torch.Tensor:
     """The twin of `rms_norm`."""
+    if parts is not None:
+        x.copy_((x.float() + parts.sum(0)).to(x.dtype))
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-@triton.jit(do_not_specialize=["rows", "n"])
+@triton.jit(do_not_specialize=["rows", "num_parts", "n"])
 def _norm_kernel(
     x,
     weight,
+    parts,
     out,
     ahead,
     rows,
+    num_parts,
     n,
     x_stride,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     AHEAD_K_BYTES: tl.constexpr,
     AHEAD_LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -76,5 +97,12 @@ def _norm_kernel(
     scale = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
     await_inputs(OVERLAP)
     values = tl.load(x + row * x_stride + at, mask=there, other=0.0).to(tl.float32)
+    if parts is not None:
+        part = tl.arange(0, PARTS)[:, None]  # all are on their way at once
+        places = (part * rows + row) * SIZE + at[None, :]
+        values += tl.sum(tl.load(parts + places, mask=(part < num_parts) & there[None, :], other=0.0), 0)
+        summed = values.to(x.dtype.element_ty)
+        tl.store(x + row * x_stride + at, summed, mask=there)
+        values = summed.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     tl.store(out + row * SIZE + at, (values * inverse_rms * scale).to(out.dtype.element_ty), mask=there)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, linear
+from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, Stream, linear
 from mini_sglang.kernels.experts import experts
 from mini_sglang.kernels.gemv import MAX_ROWS, gemv
 from mini_sglang.kernels.matmul import matmul
+from mini_sglang.kernels.products import gated_tile, product_in_parts
 from mini_sglang.kernels.rms_norm import rms_norm
 from mini_sglang.kernels.rope_store import rope_store
 from mini_sglang.kernels.routing import route
@@ -61,7 +62,11 @@ class TritonKernels:
 
 
 class TritonMatrix:
-    """`Matrix` on a GPU: a few rows go through one fused kernel that reads weights at full speed, more to cuBLAS."""
+    """`Matrix` on a GPU, the fastest way for each number of rows.
+
+    One or two go through one fused kernel that reads weights at full speed, many to cuBLAS, and what lies in between as
+    `products.py` says.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self._bias = weight, bias
@@ -69,21 +74,25 @@ class TritonMatrix:
     def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
             return gemv(x, self.weight, bias=self._bias, norm=norm, out=out)
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
-        return linear(x, self.weight, self._bias, out)
+        return linear(_normed(x, norm, self.weight), self.weight, self._bias, out)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
             return gemv(x, self.weight, bias=self._bias, norm=norm, gated=True)
-        return silu_mul(self.product(x, norm), ahead=ahead)
+        tile = gated_tile(len(x), self.weight)
+        if tile is None:
+            return silu_mul(self.product(x, norm), ahead=ahead)
+        return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True, tile=tile)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
         if _is_few(x):
-            return gemv(x, self.weight, bias=self._bias, residual=residual)
+            return Stream(gemv(x, self.weight, bias=self._bias, residual=residual))
         if self._bias is not None:
-            return residual + self.product(x)
-        return residual.addmm_(x, self.weight.t())  # the product is added where it is made
+            return Stream(residual + self.product(x))
+        parts = None if then is None else product_in_parts(x, self.weight)
+        if then is None or parts is None:
+            return Stream(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
+        return Stream(residual, rms_norm(residual, then.weight, then.eps, parts=parts))
 
 
 class InvariantMatrix:
@@ -93,16 +102,13 @@ class InvariantMatrix:
         self.weight, self._bias = weight, bias
 
     def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        return matmul(self._normed(x, norm), self.weight, self._bias, out=out)
+        return matmul(_normed(x, norm, self.weight), self.weight, self._bias, out=out)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        return matmul(self._normed(x, norm), self.weight, self._bias, gated=True)
+        return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return matmul(x, self.weight, self._bias, residual=residual)
-
-    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return x if norm is None else rms_norm(x, norm.weight, norm.eps, ahead=self.weight)
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+        return Stream(matmul(x, self.weight, self._bias, residual=residual))
 
 
 class TritonExperts:
@@ -113,6 +119,10 @@ class TritonExperts:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return experts(residual, x, ids, weights, self._gate_up, self._down, deterministic=self._deterministic)
+
+
+def _normed(x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps, ahead=ahead)
 
 
 def _is_few(x: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
-from mini_sglang.kernels.base import Rotation
+from mini_sglang.kernels.base import Rotation, Stream
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -53,23 +53,30 @@ class Attention:
         self._k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if of_heads else None
 
     def __call__(
-        self, x: torch.Tensor, norm: RMSNorm, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        stream: Stream,
+        norm: RMSNorm,
+        rotation: Rotation,
+        plan: AttentionPlan,
+        rows: torch.Tensor | None = None,
+        then: RMSNorm | None = None,
+    ) -> Stream:
         """x [tokens, hidden] -> x + attention(norm(x)), of all tokens or of `rows` [S] int64 alone
 
-        With `post_norm`: x + norm(attention(x)).
+        With `post_norm`: x + norm(attention(x)). `then` is the norm in front of what comes next, where there is one.
         """
         before, after = (None, norm) if self._post_norm else (norm, None)
-        qkv = self._qkv(x, before)
+        qkv = self._qkv(*stream.before(before))
         q_norm = None if self._q_norm is None else self._q_norm.weight
         k_norm = None if self._k_norm is None else self._k_norm.weight
         if self._whole_norms is not None:
             qkv = self._whole_norms(qkv)
         q = self._kernels.rope_store(qkv, rotation, plan.target(self._layer), q_norm, k_norm, self._eps)
         attended = plan.attend(q, self._layer).flatten(1)
+        residual = stream.x
         if rows is not None:
-            x, attended = x[rows], attended[rows]
-        return self._out.add_to(x, attended, after)
+            residual, attended = residual[rows], attended[rows]
+        return self._out.add_to(residual, attended, after, then)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._qkv.weight_slots(prefix) | self._out.weight_slots(prefix)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mini_sglang.kernels.base import Matrix
+from mini_sglang.kernels.base import Matrix, Stream
 from mini_sglang.kernels.cpu_linear import CpuMatrix
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -65,19 +65,22 @@ class Linear:
         """
         return self._matrix.gated(x, None if norm is None else norm.parameters, ahead)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None, then: RMSNorm | None = None
+    ) -> Stream:
         """residual [rows, out] + the product of x [rows, in], or + its norm -> [rows, out]; may overwrite `residual`
 
         If `summed`, the product of all ranks' x, whose sum the residual is added to; the first rank adds the bias.
+        `then` is the norm that reads the sum, which a device may compute along the way.
         """
         parallel = self._placement.parallel
         if norm is not None:
             product = self._matrix.product(x)
             product = parallel.all_reduce(product) if self._summed else product
-            return residual + self._placement.kernels.rms_norm(product, norm.weight, norm.eps)
+            return Stream(residual + self._placement.kernels.rms_norm(product, norm.weight, norm.eps))
         if not self._summed or parallel.size == 1:
-            return self._matrix.add_to(residual, x)
-        return parallel.all_reduce(self._matrix.product(x), residual)
+            return self._matrix.add_to(residual, x, None if then is None else then.parameters)
+        return Stream(parallel.all_reduce(self._matrix.product(x), residual))
 
     @property
     def _matrix(self) -> Matrix:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from mini_sglang.kernels.base import Stream
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -21,10 +20,11 @@ class GatedMLP:
         self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias)
         self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias, summed=True)
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """x [tokens, hidden] -> x + mlp(norm(x)), with `post_norm` x + norm(mlp(x))"""
+    def __call__(self, stream: Stream, norm: RMSNorm, then: RMSNorm | None = None) -> Stream:
+        """x [tokens, hidden] -> x + mlp(norm(x)), with `post_norm` x + norm(mlp(x)); `then` as in `Attention`"""
         before, after = (None, norm) if self._post_norm else (norm, None)
-        return self._down.add_to(x, self._gate_up.gated(x, before, ahead=self._down.weight), after)
+        gated = self._gate_up.gated(*stream.before(before), ahead=self._down.weight)
+        return self._down.add_to(stream.x, gated, after, then)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         return self._gate_up.weight_slots(prefix) | self._down.weight_slots(prefix)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
-from mini_sglang.kernels.base import Rotation
+from mini_sglang.kernels.base import Rotation, Stream
 from mini_sglang.layers.embedding import Embedding, OutputHead
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -20,14 +21,20 @@ from mini_sglang.weights.tensor import WeightSlot
 
 class AttentionPart(Protocol):
     def __call__(
-        self, x: torch.Tensor, norm: RMSNorm, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+        self,
+        stream: Stream,
+        norm: RMSNorm,
+        rotation: Rotation,
+        plan: AttentionPlan,
+        rows: torch.Tensor | None,
+        then: RMSNorm | None,
+    ) -> Stream: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
 
 class MLPPart(Protocol):
-    def __call__(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor: ...
+    def __call__(self, stream: Stream, norm: RMSNorm, then: RMSNorm | None) -> Stream: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
@@ -65,11 +72,11 @@ class Transformer:
 
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """-> what the blocks make of the tokens in `batch.logit_rows` [S, hidden_size]"""
-        x = self._embedding(batch.input_ids)
+        stream = Stream(self._embedding(batch.input_ids))
         *rotations, last_rotation = self._rotary.at(batch.positions)
-        for block, rotation in zip(self._blocks[:-1], rotations, strict=True):
-            x = block(x, rotation, batch.plan)
-        return self._blocks[-1](x, last_rotation, batch.plan, batch.logit_rows)
+        for (block, following), rotation in zip(pairwise(self._blocks), rotations, strict=True):
+            stream = block(stream, rotation, batch.plan, then=following.attention_norm)
+        return self._blocks[-1](stream, last_rotation, batch.plan, rows=batch.logit_rows).x
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [S, hidden_size], from `hidden` -> logits [S, vocab_size]; the first rows of `out` where that is given"""
@@ -103,22 +110,31 @@ class Block:
         norms: tuple[str, str],
     ) -> None:
         self._norm_names = norms
-        self._attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._attention = attention
         self._mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._mlp = mlp
 
     def __call__(
-        self, x: torch.Tensor, rotation: Rotation, plan: AttentionPlan, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x [tokens, hidden] -> the same shape; with `rows` [S] int64 only these go on behind attention"""
-        x = self._attention(x, self._attention_norm, rotation, plan, rows)
-        return self._mlp(x, self._mlp_norm)
+        self,
+        stream: Stream,
+        rotation: Rotation,
+        plan: AttentionPlan,
+        *,
+        rows: torch.Tensor | None = None,
+        then: RMSNorm | None = None,
+    ) -> Stream:
+        """x [tokens, hidden] -> the same shape; with `rows` [S] int64 only these go on behind attention
+
+        `then` is the next layer's norm, which may be computed here already.
+        """
+        stream = self._attention(stream, self.attention_norm, rotation, plan, rows, self._mlp_norm)
+        return self._mlp(stream, self._mlp_norm, then)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         of_attention, of_mlp = self._norm_names
         return {
-            f"{prefix}.{of_attention}.weight": self._attention_norm.weight_slot(),
+            f"{prefix}.{of_attention}.weight": self.attention_norm.weight_slot(),
             f"{prefix}.{of_mlp}.weight": self._mlp_norm.weight_slot(),
             **self._attention.weight_slots(f"{prefix}.self_attn"),
             **self._mlp.weight_slots(f"{prefix}.mlp"),

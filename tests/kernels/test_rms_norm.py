@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_sglang.kernels.rms_norm import rms_norm, rms_norm_reference
+from mini_sglang.kernels.rms_norm import MAX_PARTS, rms_norm, rms_norm_reference
 
 CASES = [
     pytest.param(torch.float32, 2e-6, 3, 100),
@@ -26,6 +26,24 @@ def test_norm_equals_float64(device: torch.device, dtype: torch.dtype, tolerance
     x, weight = torch.randn(rows, size + 8).to(device, dtype)[:, :size], torch.randn(size).to(device, dtype)
     wanted = rms_norm_reference(x.double(), weight.double(), 1e-5)
     assert relative_error(rms_norm(x, weight, 1e-5), wanted) < tolerance
+
+
+@pytest.mark.parametrize("number", [1, 3, MAX_PARTS])
+@pytest.mark.parametrize(("dtype", "tolerance", "rows", "size"), CASES)
+def test_parts_are_added_first_and_in_place(
+    device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int, number: int
+) -> None:
+    torch.manual_seed(0)
+    wide, weight = torch.randn(rows, size + 8).to(device, dtype), torch.randn(size).to(device, dtype)
+    parts, x = torch.randn(number, rows, size).to(device), wide.clone()[:, :size]
+    summed = (x.double() + parts.double().sum(0)).to(dtype)
+    actual = rms_norm(x, weight, 1e-5, parts=parts)
+    assert relative_error(x, summed.double()) < tolerance
+    assert relative_error(actual, rms_norm_reference(summed.double(), weight.double(), 1e-5)) < tolerance
+    assert torch.equal(x._base[:, size:], wide[:, size:])  # type: ignore[index]
+    twin = wide.clone()[:, :size]
+    assert relative_error(rms_norm_reference(twin, weight, 1e-5, parts=parts), actual.double()) < tolerance
+    assert relative_error(twin, summed.double()) < tolerance
 
 
 @pytest.mark.gpu
