@@ -136,6 +136,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows of a table [V, n]. token_ids [T] int32 or int64 -> [T, n]"""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [T, n], weight [n]"""
         ...
@@ -173,6 +177,9 @@ class TorchKernels:
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
         return ids.int(), weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, table)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

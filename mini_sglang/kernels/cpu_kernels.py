@@ -52,6 +52,9 @@ class CpuKernels:
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return self._torch.route(logits, top_k, normalize=normalize)
 
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self._torch.embedding(token_ids, table)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = weight.shape[0]
         rows = x.numel() // size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mini_sglang.kernels.base import KVCells, Matrix, Norm, Rotation, Stream, linear
+from mini_sglang.kernels.embedding import embedding
 from mini_sglang.kernels.experts import experts
 from mini_sglang.kernels.gemv import MAX_ROWS, gemv
 from mini_sglang.kernels.matmul import matmul
@@ -31,6 +32,9 @@ class TritonKernels:
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, top_k, normalize=normalize)
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return embedding(token_ids, table)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

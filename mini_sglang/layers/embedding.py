@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
@@ -35,7 +34,7 @@ class Embedding:
     """A table [vocab, hidden]: token ids in, rows out."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
-        self._parallel = placement.parallel
+        self._kernels, self._parallel = placement.kernels, placement.parallel
         self._hidden, self._vocab = whole(hidden_size), placement.parallel.shard(vocab_size)
         rows = self._vocab.size + (self._parallel.size > 1)  # the last for the tokens that other ranks look up
         self._table = torch.zeros(rows, hidden_size, dtype=placement.dtype, device=placement.device)
@@ -43,10 +42,10 @@ class Embedding:
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int32 or int64 -> [tokens, hidden]"""
         if self._parallel.size == 1:
-            return F.embedding(input_ids, self._table)
+            return self._kernels.embedding(input_ids, self._table)
         is_here = (input_ids >= self._vocab.start) & (input_ids < self._vocab.stop)
         rows = torch.where(is_here, input_ids - self._vocab.start, self._vocab.size)
-        return self._parallel.all_reduce(F.embedding(rows, self._table))
+        return self._parallel.all_reduce(self._kernels.embedding(rows, self._table))
 
     def weight_slot(self, tied_head: OutputHead | None = None) -> WeightSlot:
         """The slot of the table; with `tied_head` the same tensor fills the output head too."""
