@@ -2,8 +2,8 @@
 
 Libraries pick their kernel, and with it the order of additions, by the number of rows. Here every element has one
 accumulator that walks K upwards in blocks of one size: tiles differ in shape, never in the order of additions, and K is
-never split. Tiles have 64 rows or more, so that all of them use the same matrix instruction (wgmma on Hopper). Knows
-tensors only.
+never split. Tiles have 64 rows or more, so that all of them use the same matrix instruction (wgmma on Hopper). Who does
+not ask for that may hand in a tile of fewer rows, or have K cut (`matmul_parts`). Knows tensors only.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -94,9 +94,7 @@ def matmul(
     return out
 
 
-def matmul_parts(
-    x: torch.Tensor, weight: torch.Tensor, parts: int, *, tile: MatmulTile = MATMUL_TILES[2]
-) -> torch.Tensor:
+def matmul_parts(x: torch.Tensor, weight: torch.Tensor, parts: int, *, tile: MatmulTile) -> torch.Tensor:
     """x [rows, K], rows contiguous, times weight [N, K] contiguous, before it is summed -> [parts, rows, N] float32
 
     K is cut into `parts` stretches (split-K), so that few rows and columns keep every multiprocessor busy. The sum has

@@ -16,9 +16,9 @@ import torch
 import triton
 
 from mini_sglang.kernels.matmul import MatmulTile, matmul_parts, matmul_tile
-from mini_sglang.kernels.rms_norm import MAX_PARTS
 
 _MOST_ROWS = 256
+_MOST_PARTS = 8
 _FEW_ROWS = MatmulTile(16, 64, num_warps=4, num_stages=6)  # for less than the 64 rows of Hopper's matrix instruction
 _MORE_ROWS = MatmulTile(64, 64, num_warps=4, num_stages=6)
 
@@ -45,7 +45,7 @@ def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | No
     is_narrow = columns < 4096
     if is_narrow and rows >= _FEW_ROWS.rows:
         tile = _FEW_ROWS if rows < _MORE_ROWS.rows else _MORE_ROWS
-        parts = min(MAX_PARTS, 256 // (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)))
+        parts = min(_MOST_PARTS, 256 // (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)))
         if parts > 1 and depth <= 2048 * parts:
             return matmul_parts(x, weight, parts, tile=tile)
     in_halves = is_narrow or rows < _FEW_ROWS.rows or rows > 128

@@ -17,8 +17,6 @@ import triton.language as tl
 
 from mini_sglang.kernels.overlap import ahead_of, await_inputs, fetch_ahead, overlapped
 
-MAX_PARTS = 8
-
 
 def rms_norm(
     x: torch.Tensor,
@@ -30,7 +28,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """x [rows, size], rows contiguous, weight [size] -> x / rms(x) * weight, computed in float32, in x's dtype
 
-    `parts` [at most MAX_PARTS, rows, size] float32, contiguous, are added to x first, in place.
+    `parts` [P, rows, size] float32, contiguous, are added to x first, in place.
     `ahead` [N, K] contiguous: the weight that is needed next.
     """
     rows, size = x.shape

@@ -93,10 +93,9 @@ class TritonMatrix:
             return Stream(gemv(x, self.weight, bias=self._bias, residual=residual))
         if self._bias is not None:
             return Stream(residual + self.product(x))
-        parts = None if then is None else product_in_parts(x, self.weight)
-        if then is None or parts is None:
-            return Stream(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
-        return Stream(residual, rms_norm(residual, then.weight, then.eps, parts=parts))
+        if then is not None and (parts := product_in_parts(x, self.weight)) is not None:
+            return Stream(residual, rms_norm(residual, then.weight, then.eps, parts=parts))
+        return Stream(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
 
 
 class InvariantMatrix:

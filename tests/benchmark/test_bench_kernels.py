@@ -11,6 +11,7 @@ import torch
 from mini_sglang.benchmark.kernel_time import GROUPS
 from mini_sglang.benchmark.kernels import Case, cases, measure_kernels, ragged_lengths
 from mini_sglang.benchmark.roofline import Ceilings
+from mini_sglang.kernels.base import Stream
 from mini_sglang.models.config import ExpertsConfig, ModelConfig
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.model_config import load_model_config
@@ -58,8 +59,9 @@ def test_every_kernel_runs(group: str) -> None:
         if "cuDNN" not in case.kernel:
             for call in case.calls:
                 result = call()
-                tensors = result if isinstance(result, tuple) else [result]
-                for tensor in (tensor for tensor in tensors if tensor is not None):
+                if isinstance(result, Stream) and result.normed is None:
+                    result = result.x
+                for tensor in result if isinstance(result, tuple) else [result]:
                     assert isinstance(tensor, torch.Tensor)
                     assert tensor.float().isfinite().all(), case
 

@@ -16,7 +16,7 @@ from mini_sglang.kernels.matmul import (
 )
 
 SMALL = MatmulTile(64, 16, num_warps=4, num_stages=2)
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -76,7 +76,8 @@ def test_each_part_is_the_product_of_one_stretch(
     weight = random(columns, depth, dtype=torch.float16, device=device, seed=1)
     actual = matmul_parts(x, weight, parts, tile=tile)
     assert actual.shape == (parts, rows, columns)
-    assert_near(actual, matmul_parts_reference(x, weight, parts))
+    wanted = matmul_parts_reference(x, weight, parts)
+    assert (actual.double() - wanted.double()).norm() / wanted.double().norm() < 2e-6
     assert_near(actual.sum(0).half(), matmul_reference(x, weight))
     assert matmul_parts(x[:0], weight, parts, tile=tile).shape == (parts, 0, columns)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_sglang.kernels.rms_norm import MAX_PARTS, rms_norm, rms_norm_reference
+from mini_sglang.kernels.rms_norm import rms_norm, rms_norm_reference
 
 CASES = [
     pytest.param(torch.float32, 2e-6, 3, 100),
@@ -28,7 +28,7 @@ def test_norm_equals_float64(device: torch.device, dtype: torch.dtype, tolerance
     assert relative_error(rms_norm(x, weight, 1e-5), wanted) < tolerance
 
 
-@pytest.mark.parametrize("number", [1, 3, MAX_PARTS])
+@pytest.mark.parametrize("number", [1, 3, 8])
 @pytest.mark.parametrize(("dtype", "tolerance", "rows", "size"), CASES)
 def test_parts_are_added_first_and_in_place(
     device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int, number: int
