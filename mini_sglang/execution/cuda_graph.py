@@ -33,7 +33,8 @@ class StepGraphs:
     """Captures `step`, a function of the size that reads its inputs from tensors that stay, for each of `sizes`.
 
     `sizes` ascend. Graphs of one `pool` (torch.cuda.graph_pool_handle()) share memory for what they compute in between,
-    so only one may run at a time. `prepare` fills the tensors of a size with something that can be computed.
+    so only one may run at a time. `prepare` fills the tensors of a size with something that can be computed; that is
+    done for the largest alone.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class StepGraphs:
         sizes: list[int],
         name: str,
         pool: Any,
-        prepare: Callable[[int], None] | None = None,
+        prepare: Callable[[int], None] = lambda size: None,
     ) -> None:
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, GraphStep]] = {}
@@ -50,12 +51,11 @@ class StepGraphs:
         descending = sizes[::-1]  # the largest first: the others fit into its memory
         console = Console(stderr=True)
         for size in track(descending, f"Capturing {name} graphs", console=console, transient=True):
-            if prepare is not None:
+            if size == descending[0]:  # once outside of a capture, for what libraries set up on first use
                 prepare(size)
-            step(size)  # compiles what is compiled on first use
-            torch.cuda.synchronize()
+                step(size)
             graph = torch.cuda.CUDAGraph(keep_graph=size == 1)
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):  # kernels may be loaded in it
                 outputs = step(size)
             if size == 1:
                 share_memory_alike(graph, _ONE_STREAM_SHARED)
