@@ -38,7 +38,8 @@ def decode_inputs(
     slots: torch.Tensor, num_computed: torch.Tensor, tokens: torch.Tensor, page_table: torch.Tensor, page_size: int
 ) -> DecodeInputs:
     """slots [R] int64; by slot: num_computed [slots] int64, tokens [slots, context + 1] int32, page_table [slots, max
-    pages] int64, rows contiguous."""
+    pages] int64, rows contiguous. On a GPU the kernel in front may write page_table, but none of the others.
+    """
     rows, pages, device = len(slots), page_table.shape[1], slots.device
     inputs = DecodeInputs(
         input_ids=torch.empty(rows, dtype=torch.int32, device=device),
@@ -97,6 +98,7 @@ def take_pages(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor
         CAPACITY=(width - 1) // 2,
         BLOCK=_PAGES_AT_ONCE,
         num_warps=1,  # one warp has read the count of steps before it changes it
+        **overlapped(page_table.device),
     )
 
 
@@ -136,7 +138,16 @@ def leave_tokens_reference(token_ids: torch.Tensor, begun: torch.Tensor, ring: t
 
 
 @triton.jit
-def _take_pages_kernel(ring, begun, page_table, DEPTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
+def _take_pages_kernel(
+    ring,
+    begun,
+    page_table,
+    DEPTH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    await_inputs(OVERLAP)
     step = tl.load(begun)
     entry = ring + step % DEPTH * (1 + 2 * CAPACITY)
     number = tl.load(entry, volatile=True)  # the host writes it anew for every step
@@ -160,9 +171,9 @@ def _leave_tokens_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    await_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = ring + (tl.load(begun) - 1) % DEPTH * CAPACITY
+    await_inputs(OVERLAP)
     token_id = tl.load(token_ids + row, mask=row < rows)
     tl.store(entry + row, token_id, mask=row < rows)
 
@@ -184,12 +195,13 @@ def _decode_inputs_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(num_computed + slot)
+    token = tl.load(tokens + slot * tokens_stride + position)
     last_page = position // PAGE_SIZE
-    tl.store(input_ids + row, tl.load(tokens + slot * tokens_stride + position))
+    await_inputs(OVERLAP)
+    tl.store(input_ids + row, token)
     tl.store(positions + row, position)
     tl.store(lengths + row, (position + 1).to(tl.int32))
     tl.store(cells + row, tl.load(page_table + slot * pages + last_page) * PAGE_SIZE + position % PAGE_SIZE)

@@ -54,6 +54,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
 
     logits [R, vocab], any float dtype, tokens of a row contiguous, left unchanged; slots [R] int64; positions [R]
     int32, those of the tokens to be drawn -> token ids [R] int64. Logits that are NaN are never drawn.
+    On a GPU the kernel in front may write the logits, but nothing else of it.
     """
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
@@ -145,17 +146,17 @@ def _race_kernel(
     how many programs share a row. Most blocks are passed over for two instructions a token instead of two logarithms:
     a time -log(1 - u) is at least u, so a token whose u is too late to beat the best score so far has lost.
     """
-    await_inputs(OVERLAP)
     row, first_block = tl.program_id(0).to(tl.int64), tl.program_id(1) * blocks_per_program
     slot = tl.load(slots + row)
-    if slot == idle_slot:
-        return
     setting = settings + slot * SETTINGS
     temperature = tl.load(setting).to(tl.float32)
     sharpness = _sharpness(temperature)
     filtered = _is_filtered(setting)
     repetition, presence, frequency = _penalties(setting)
     key = _row_key(tl.load(seeds + slot), tl.load(positions + row))
+    await_inputs(OVERLAP)
+    if slot == idle_slot:
+        return
     blocks = tl.cdiv(vocab, BLOCK)
     bar = tl.full((), -float("inf"), tl.float32)  # the best score so far, relative to `bar_top`
     bar_top = tl.full((), -1e30, tl.float32)
@@ -222,16 +223,16 @@ def _choose_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program finds the winner of a row's blocks, races again while a filter forbids it, and writes it down."""
-    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    if slot == idle_slot:
-        tl.store(token_ids + row, 0)
-        return
     position = tl.load(positions + row)
     setting = settings + slot * SETTINGS
     sharpness = _sharpness(tl.load(setting).to(tl.float32))
     repetition, presence, frequency = _penalties(setting)
+    await_inputs(OVERLAP)
+    if slot == idle_slot:
+        tl.store(token_ids + row, 0)
+        return
     block = tl.arange(0, BLOCKS_PAD)
     there = block < BLOCKS
     result = row * BLOCKS + block
