@@ -48,7 +48,7 @@ def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | No
         parts = min(_MOST_PARTS, 256 // (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)))
         if parts > 1 and depth <= 2048 * parts:
             return matmul_parts(x, weight, parts, tile=tile)
-    in_halves = is_narrow or rows < _FEW_ROWS.rows or rows > 128
+    in_halves = is_narrow or rows < _FEW_ROWS.rows or rows > 112
     return _halves(x, weight) if in_halves and weight.is_cuda else None  # PyTorch has float32 results on GPUs alone
 
 
