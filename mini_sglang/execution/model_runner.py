@@ -80,7 +80,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def rehearse(self, prompts: list[int], max_rows: int, max_tokens: int) -> None:
-        """Launch every kernel of prompts of so many tokens, of what `capture_graphs` captures, and of sampling.
+        """Launch the kernels of prompts of so many tokens, of what `capture_graphs` captures, and of sampling.
 
         All of it goes into a graph that is thrown away: nothing is computed, so nothing has to be right.
         """
@@ -103,10 +103,10 @@ class ModelRunner:
                 self._model(batch)
             if max_tokens:
                 order = PromptOrder(table, backend, max_rows, max_tokens)
-                for size in prompt_sizes(max_tokens):
+                for size in _rehearsed(prompt_sizes(max_tokens)):
                     self.compute(order.inputs(size), logits)
             mailbox.take()
-            for size in graph_sizes(max_rows) if max_rows else ():
+            for size in _rehearsed(graph_sizes(max_rows)) if max_rows else ():
                 mailbox.leave(self.decode(slots[:size], logits).token_ids)
 
     def compute(self, inputs: PromptInputs, out: torch.Tensor | None = None) -> GraphStep:
@@ -202,3 +202,11 @@ class ModelRunner:
         token_ids = sample(logits, self._table.sampling(rows))
         self._table.append(rows, token_ids)
         return token_ids
+
+
+def _rehearsed(sizes: list[int]) -> list[int]:
+    """Those of ascending `sizes` at which kernels may be cut differently: few rows, and whole tiles of more.
+
+    A kernel that this misses is compiled when its graph is captured.
+    """
+    return [size for size in sizes if size <= 64 or size % (32 if size <= 256 else 512) == 0 or size == sizes[-1]]
