@@ -115,7 +115,7 @@ def paged_prefill(
     check_operands(q, keys, values, out)
     num_heads, num_kv_heads, head_dim = q.shape[1], keys.shape[1], q.shape[2]
     check_heads(num_heads, num_kv_heads, head_dim)
-    _prefill_kernel[(tiles.shape[0], num_kv_heads)](
+    _prefill_kernel[(tiles.shape[0] * num_kv_heads,)](
         q,
         keys,
         values,
@@ -197,10 +197,13 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program computes one tile of queries for one KV head."""
+    """One program computes one tile of queries for one KV head; the longest tiles of all heads start first.
+
+    What fills a graph's list up comes last, so that it takes no multiprocessor from a tile that computes something.
+    """
     TOKENS: tl.constexpr = BLOCK_QUERIES // GROUP
-    tile = tl.load(tiles + tl.program_id(0))
-    kv_head = tl.program_id(1)
+    tile = tl.load(tiles + tl.program_id(0) // KV_HEADS)
+    kv_head = tl.program_id(0) % KV_HEADS
     row = (tile >> 20).to(tl.int32)
     first = (tile & ((1 << 20) - 1)).to(tl.int32)  # of the row's tokens
     start = tl.load(starts + row)
