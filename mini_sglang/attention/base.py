@@ -7,7 +7,7 @@ is there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -42,4 +42,51 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Makes plans over one KV pool."""
 
-    def plan(self, metadata: AttentionMetadata) -> AttentionPlan: ...
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
+        """The plan of any step. It may be made on the host, so it cannot lie in a CUDA graph."""
+        ...
+
+
+@runtime_checkable
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can lie in CUDA graphs: it plans them from device tensors alone."""
+
+    def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> AttentionPlan:
+        """The plan of a step with one token per row.
+
+        page_table [R, pages], cells [R] int64; lengths [R] int32: tokens that each row sees, its own included.
+        """
+        ...
+
+
+@runtime_checkable
+class PromptBackend(AttentionBackend, Protocol):
+    """A backend that can plan any step inside a CUDA graph.
+
+    Prompts that reach beyond `short_prompt` positions compute faster as `plan` plans them.
+    """
+
+    short_prompt: int
+
+    def plan_prompts(
+        self,
+        page_table: torch.Tensor,
+        cells: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+        tiles: torch.Tensor,
+    ) -> AttentionPlan:
+        """The plan of a step with any number of tokens per row, from device tensors alone.
+
+        page_table [R + 1, pages], cells [T], starts and counts [R + 1] int64: rows of count 0 compute nothing, and
+        neither does the last, whose tokens fill up the step; tiles [n] int64, as `prompt_tiles` lists them.
+        """
+        ...
+
+    def max_prompt_tiles(self, rows: int, tokens: int) -> int:
+        """The most tiles of a step with so many rows and tokens."""
+        ...
+
+    def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
+        """The tiles of rows that compute `counts` tokens from `starts` on, filled up with tiles of an idle row."""
+        ...

@@ -48,10 +48,6 @@ class FlashAttnBackend:
         return FlashAttnPlan(self._pool, metadata.page_table, metadata.cells, lengths, chunks)
 
     def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> FlashAttnPlan:
-        """The plan of a step with one token per row, from device tensors alone, so that it can lie in a CUDA graph.
-
-        page_table [R, pages], cells [R] int64, lengths [R] int32: tokens that each row sees, its own included.
-        """
         return FlashAttnPlan(self._pool, page_table, cells, lengths, None)
 
 

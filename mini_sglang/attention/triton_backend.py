@@ -101,10 +101,6 @@ class TritonBackend:
         )
 
     def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> TritonDecodePlan:
-        """The plan of a step with one token per row, from device tensors alone, so that it can lie in a CUDA graph.
-
-        page_table [R, pages], cells [R] int64, lengths [R] int32: tokens that each row sees, its own included.
-        """
         self.decode.plan(lengths, self._each_row[: len(lengths)])
         return TritonDecodePlan(self, page_table, cells)
 
@@ -116,11 +112,6 @@ class TritonBackend:
         counts: torch.Tensor,
         tiles: torch.Tensor,
     ) -> TritonPlan | TritonDecodePlan:
-        """The plan of a step with any number of tokens per row, from device tensors alone, for a CUDA graph.
-
-        page_table [R + 1, pages], cells [T], starts and counts [R + 1] int64: rows of count 0 compute nothing, and
-        neither does the last, whose tokens fill up the step; tiles [n] int64, as `prompt_tiles` lists them.
-        """
         counts = torch.cat((counts[:-1], torch.zeros_like(counts[:1])))
         firsts = (counts.cumsum(0) - counts).int()
         if self._deterministic:
@@ -132,11 +123,9 @@ class TritonBackend:
         return TritonPlan(self, page_table, cells, starts.int(), chunks, firsts, tiles, self._short, decodes=True)
 
     def max_prompt_tiles(self, rows: int, tokens: int) -> int:
-        """The most tiles of a step with so many rows and tokens."""
         return tokens // (self._short.block_queries // self.group) + min(rows, tokens)
 
     def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
-        """The tiles of rows that compute `counts` tokens from `starts` on, filled up with tiles of an idle row."""
         tiles = prefill_tiles(starts, self._chunks(counts), self.group, self._short)
         return tiles + [idle_row << 20] * (number - len(tiles))
 

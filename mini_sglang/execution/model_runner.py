@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mini_sglang.attention.base import AttentionBackend, AttentionPlan
+from mini_sglang.attention.base import GraphBackend, PromptBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, graph_sizes
-from mini_sglang.execution.prompt_graph import PromptBackend, PromptGraphs, PromptInputs, PromptOrder, prompt_sizes
+from mini_sglang.execution.prompt_graph import PromptGraphs, PromptInputs, PromptOrder, prompt_sizes
 from mini_sglang.execution.prompt_logprobs import asked_of, look_up_prompts
 from mini_sglang.execution.request_table import RequestTable, StepInputs
 from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
@@ -31,13 +31,6 @@ class Sampled(NamedTuple):
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # of the rows that ask, by slot
     arriving: memoryview[int] | None = None  # [S] on the host, where the step leaves token_ids by itself
-
-
-@runtime_checkable
-class GraphBackend(AttentionBackend, Protocol):
-    """An attention backend whose decode steps can lie in CUDA graphs."""
-
-    def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> AttentionPlan: ...
 
 
 class ModelRunner:

@@ -8,11 +8,11 @@ slot, which writes where nobody reads. Knows tensors and rows, no request.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 
-from mini_sglang.attention.base import AttentionBackend, AttentionPlan
+from mini_sglang.attention.base import PromptBackend
 from mini_sglang.attention.transfer import staged
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
 from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
@@ -21,29 +21,6 @@ from mini_sglang.scheduling.batch import Row
 
 _SPARE = 64  # tokens that no step is too small to compute in vain
 _FINE_UP_TO = 2048  # tokens: in larger steps launching is a smaller part, and only full ones have a graph
-
-
-@runtime_checkable
-class PromptBackend(AttentionBackend, Protocol):
-    """An attention backend that can plan any step inside a CUDA graph.
-
-    Prompts that reach beyond `short_prompt` positions compute faster as `plan` plans them.
-    """
-
-    short_prompt: int
-
-    def plan_prompts(
-        self,
-        page_table: torch.Tensor,
-        cells: torch.Tensor,
-        starts: torch.Tensor,
-        counts: torch.Tensor,
-        tiles: torch.Tensor,
-    ) -> AttentionPlan: ...
-
-    def max_prompt_tiles(self, rows: int, tokens: int) -> int: ...
-
-    def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]: ...
 
 
 class PromptInputs(NamedTuple):

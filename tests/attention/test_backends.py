@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mini_sglang.attention.base import AttentionMetadata, AttentionPlan
+from mini_sglang.attention.base import AttentionMetadata, AttentionPlan, GraphBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferencePlan
 from mini_sglang.attention.select import Backends, make_backends
-from mini_sglang.execution.model_runner import GraphBackend
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FP8 = torch.float8_e4m3fn
