@@ -135,6 +135,24 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def dot_by_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Triton's interpreter add up every element of a product by itself, in one order, as a GPU's tensor cores do.
+
+    It multiplies through BLAS, which on some processors adds up a row differently at another place of the matrix.
+    """
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
+
+    def dot(_: Any, a: Any, b: Any, acc: Any, *_options: Any) -> Any:
+        dtype = acc.data.dtype
+        product = (a.data.astype(dtype)[:, :, None] * b.data.astype(dtype)[None, :, :]).sum(1)
+        return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
 @pytest.fixture(scope="session")
 def builtin_model() -> ModelSource:
     """The built-in model, downloaded once per machine."""

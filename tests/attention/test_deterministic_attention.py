@@ -13,6 +13,7 @@ from mini_sglang.attention.triton_backend import TritonBackend
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.usefixtures("dot_by_elements")
 def test_deterministic_plans_give_a_token_the_same_bits_in_every_step() -> None:
     """A prompt of 37 tokens beside others, in chunks, and decoded in a step that could lie in a CUDA graph."""
     torch.manual_seed(0)

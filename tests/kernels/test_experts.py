@@ -165,6 +165,7 @@ def test_qwen3_30b_a3b_on_a_gpu(dtype: torch.dtype, tokens: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("number", "hidden", "size"), [(128, 2048, 768), (8, 4096, 1792), (6, 1040, 272)])
+@pytest.mark.usefixtures("dot_by_elements")
 def test_a_token_has_the_same_bits_in_every_step_and_tile(number: int, hidden: int, size: int) -> None:
     device = torch.device("cuda")
     gate_up, down = make_weights(BF16, device, number, hidden, size)

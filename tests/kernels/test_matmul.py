@@ -149,6 +149,7 @@ def test_a_gated_row_adds_in_one_order_in_every_batch_and_tile(device: torch.dev
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 4096), (1024, 3072), (6144, 1024), (1040, 4112)])
+@pytest.mark.usefixtures("dot_by_elements")
 def test_a_row_has_the_same_bits_in_every_batch_and_tile(dtype: torch.dtype, columns: int, depth: int) -> None:
     device = torch.device("cuda")
     x = random(8192, depth, dtype=dtype, device=device)

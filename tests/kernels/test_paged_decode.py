@@ -167,6 +167,7 @@ def test_a_window_hides_what_lies_before_it(make_paged_kv: MakePagedKV, device: 
     assert_equal(decode(q, kv, LENGTHS, 16, window=window), expected(q, kv, LENGTHS, 16, window))
 
 
+@pytest.mark.usefixtures("dot_by_elements")
 def test_a_row_that_is_not_cut_gives_the_same_bits_alone_and_in_a_batch(
     make_paged_kv: MakePagedKV, device: torch.device
 ) -> None:
@@ -263,6 +264,7 @@ def test_chunks_see_a_window(make_paged_kv: MakePagedKV, device: torch.device, w
         pytest.param(16, 2, 256, torch.bfloat16, None, marks=[pytest.mark.gpu, needs_gpu]),
     ],
 )
+@pytest.mark.usefixtures("dot_by_elements")
 def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
     make_paged_kv: MakePagedKV,
     device: torch.device,
