@@ -33,6 +33,7 @@ from mini_sglang.server.protocol import (
     TemplateBody,
     Tool,
     at_most,
+    join_runs,
     must_be_off,
     schema_format,
     to_sampling_params,
@@ -180,13 +181,9 @@ class PromptBody(Body):
 
     def chat_messages(self) -> list[Message]:
         """The conversation as a chat has it: the system prompt first, results of tools before what the user says."""
-        messages = [] if self.system is None else [Message(role="system", content=self.system)]
-        for turn in self.messages:
-            for message in _chat_messages_of(turn):
-                if messages and message.role == messages[-1].role and message.role in ("user", "assistant"):
-                    message = _joined(messages.pop(), message)
-                messages.append(message)
-        return messages
+        system = [] if self.system is None else [Message(role="system", content=self.system)]
+        messages = (message for turn in self.messages for message in _chat_messages_of(turn))
+        return system + join_runs(messages, ("user", "assistant"))
 
     def template(self) -> TemplateBody:
         """How the messages become a prompt: a last message of the assistant is the beginning of the answer.
@@ -218,17 +215,6 @@ def _chat_messages_of(turn: Turn) -> Iterator[Message]:
         yield block.for_chat()
     if any(turn.blocks(TextBlock)) or not turn.content:
         yield Message(role="user", content=turn.text)
-
-
-def _joined(first: Message, second: Message) -> Message:
-    """Two messages of one role as one."""
-    thoughts = [message.reasoning_content for message in (first, second) if message.reasoning_content]
-    return Message(
-        role=first.role,
-        content="\n".join(message.content for message in (first, second) if message.content),
-        tool_calls=[*(first.tool_calls or ()), *(second.tool_calls or ())] or None,
-        reasoning_content="\n".join(thoughts) or None,
-    )
 
 
 class MessagesBody(PromptBody, SamplingBody):

@@ -19,7 +19,7 @@ from mini_sglang.server.dialect import AnswerPlan
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.generation import Job, collect, make_chat_job, run_job
 from mini_sglang.server.openai_format import Json
-from mini_sglang.server.request_body import invalid_body
+from mini_sglang.server.request_body import invalid_body, work_on_body
 from mini_sglang.server.responses_protocol import ResponsesBody
 from mini_sglang.server.streaming import EventStream, named_event, while_connected
 
@@ -50,7 +50,9 @@ async def answer_conversation(
     context = context_of(request)
     with _in_words(body):
         try:
-            params, messages, template = body.sampling_params(), body.chat_messages(), body.template()
+            params, messages, template = await work_on_body(
+                request, lambda: (body.sampling_params(), body.chat_messages(), body.template())
+            )
         except ValueError as error:
             raise invalid_body(error) from None
         job, plan = await make_chat_job(context, job_id, messages, template, params, body, field=field)

@@ -7,6 +7,8 @@ this server does not is accepted only with the value that switches it off; every
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -292,6 +294,27 @@ class Message(Body):
         texts = [self.content or "", self.reasoning_content or ""]
         texts += [str(call.function.arguments) for call in self.tool_calls or ()]
         return sum(map(len, texts))
+
+
+def join_runs(messages: Iterable[Message], roles: Container[str]) -> list[Message]:
+    """The conversation in which messages that follow each other in one of these roles are one."""
+    joined: list[Message] = []
+    for role, group in itertools.groupby(messages, key=lambda message: message.role):
+        run = list(group)
+        joined += [_joined(run)] if role in roles else run
+    return joined
+
+
+def _joined(run: Sequence[Message]) -> Message:
+    """Messages of one role as one. Made at once: pair by pair, each would copy all the text before it."""
+    if len(run) == 1:
+        return run[0]
+    return Message(
+        role=run[0].role,
+        content="\n".join(message.content for message in run if message.content),
+        tool_calls=[call for message in run for call in message.tool_calls or ()] or None,
+        reasoning_content="\n".join(message.reasoning_content for message in run if message.reasoning_content) or None,
+    )
 
 
 class Function(Body):

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,8 +22,9 @@ from mini_sglang.server.context import context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 
 Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
 
-_INLINE_BYTES = 1 << 14  # bodies up to here are checked faster than a thread is reached
+_INLINE_BYTES = 1 << 14  # bodies up to here are checked, or turned into something else, without a thread
 _MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
 SCHEMA_REF = "#/components/schemas/{model}"
 
@@ -38,10 +39,14 @@ def takes(*models: type[BaseModel], required: bool = True) -> dict[str, Any]:
 async def read_body(request: Request, model: type[Body]) -> Body:
     """The request's body as `model`. Raises ApiError 400, 413, 415, or 503 if the server stops meanwhile."""
     value = await read_object(request)
+    return await work_on_body(request, lambda: check_body(value, model))
+
+
+async def work_on_body(request: Request, work: Callable[[], Result]) -> Result:
+    """Do work that takes time in proportion to the body: for a large one perhaps a second, in which streams go on."""
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) <= _INLINE_BYTES:
-        return check_body(value, model)
-    return await asyncio.to_thread(check_body, value, model)  # which may take a second, in which streams go on
+    is_small = length.isdigit() and int(length) <= _INLINE_BYTES
+    return work() if is_small else await asyncio.to_thread(work)
 
 
 async def read_object(request: Request) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from mini_sglang.server.protocol import (
     TemplateBody,
     Tool,
     at_most,
+    join_runs,
     must_be_off,
     to_sampling_params,
 )
@@ -220,13 +221,8 @@ class ResponsesBody(SamplingBody):
 
     def chat_messages(self) -> list[Message]:
         """The conversation as a chat has it: the instructions first, all items of one answer as one message."""
-        messages = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
-        for item in self.input:
-            message = _chat_message_of(item)
-            if messages and messages[-1].role == message.role == "assistant":
-                message = _joined(messages.pop(), message)
-            messages.append(message)
-        return messages
+        instructions = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        return instructions + join_runs(map(_chat_message_of, self.input), ("assistant",))
 
     def template(self) -> TemplateBody:
         """How the messages become a prompt. Raises ValueError, naming the field, if tools and choice do not fit."""
@@ -263,18 +259,6 @@ def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCall
             return Message(role="assistant", tool_calls=[call])
         case InputCallOutput():
             return Message(role="tool", content=item.output, tool_call_id=item.call_id)
-
-
-def _joined(first: Message, second: Message) -> Message:
-    """Two items of one answer as one message."""
-    contents = [message.content for message in (first, second) if message.content]
-    thoughts = [message.reasoning_content for message in (first, second) if message.reasoning_content]
-    return Message(
-        role="assistant",
-        content="\n".join(contents) or None,
-        tool_calls=[*(first.tool_calls or ()), *(second.tool_calls or ())] or None,
-        reasoning_content="\n".join(thoughts) or None,
-    )
 
 
 def _chat_tools(tools: Sequence[FunctionTool] | None) -> list[Tool] | None:

@@ -1,0 +1,80 @@
+"""What takes long with a large request, or a large answer, is done in a thread: the streams of all others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from mini_sglang.server.anthropic_protocol import MessagesBody, PromptBody, TextBlock, Turn
+from mini_sglang.server.protocol import Message
+from mini_sglang.server.responses_protocol import InputMessage, ResponsesBody
+
+Json = dict[str, Any]
+Halts = Callable[..., list[bool]]
+
+
+@pytest.fixture
+def halts(monkeypatch: pytest.MonkeyPatch) -> Halts:
+    """`halts(owner, name)` → for each call of that function from now on, whether the event loop waits for it."""
+
+    def watch(owner: object, name: str) -> list[bool]:
+        calls: list[bool] = []
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                calls.append(bool(asyncio.get_running_loop()))
+            except RuntimeError:
+                calls.append(False)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+        return calls
+
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "read_by"),
+    [
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}] * 1000}, PromptBody),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}] * 1000}, PromptBody),
+        ("/v1/responses", {"input": [{"role": "user", "content": "Hi"}] * 1000}, ResponsesBody),
+    ],
+)
+def test_a_long_conversation_is_read(client: TestClient, halts: Halts, route: str, body: Json, read_by: type) -> None:
+    calls = halts(read_by, "chat_messages")
+    client.post(route, json=body)
+    assert calls == [False]
+
+
+@pytest.mark.parametrize(
+    ("body", "role"),
+    [
+        (
+            MessagesBody(max_tokens=1, messages=[Turn(role="user", content=[TextBlock(type="text", text="Hi")])] * 100),
+            "user",
+        ),
+        (ResponsesBody(input=[InputMessage(role="assistant", content="Hi")] * 100), "assistant"),
+    ],
+)
+def test_turns_of_one_role_are_copied_once(
+    body: MessagesBody | ResponsesBody, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    make = Message.__init__
+
+    def watched(message: Message, **fields: Any) -> None:
+        made.append(fields["content"])
+        make(message, **fields)
+
+    monkeypatch.setattr(Message, "__init__", watched)
+    [message] = body.chat_messages()
+    assert (message.role, message.content) == (role, "\n".join(["Hi"] * 100))
+    assert made == [*["Hi"] * 100, message.content]
