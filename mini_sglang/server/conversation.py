@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Protocol
 
-import msgspec
 from fastapi import Request, Response
 
 from mini_sglang.request import RequestOutput
@@ -17,7 +16,7 @@ from mini_sglang.server.anthropic_protocol import MessagesBody
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.dialect import AnswerPlan
 from mini_sglang.server.errors import ApiError
-from mini_sglang.server.generation import Job, collect, make_chat_job, run_job
+from mini_sglang.server.generation import Job, collect, encode_answer, make_chat_job, run_job
 from mini_sglang.server.openai_format import Json
 from mini_sglang.server.request_body import invalid_body, work_on_body
 from mini_sglang.server.responses_protocol import ResponsesBody
@@ -63,7 +62,8 @@ async def answer_conversation(
                 lambda error: b"".join(map(named_event, answer_format.failure(error))),
             )
         [output] = await while_connected(request.receive, collect(context, job))
-    return Response(msgspec.json.encode(answer_format.whole(output)), media_type="application/json")
+    whole = await encode_answer(job, [output], lambda: answer_format.whole(output))
+    return Response(whole, media_type="application/json")
 
 
 @contextlib.contextmanager

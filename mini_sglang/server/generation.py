@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -211,6 +211,12 @@ async def make_chat_job(
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     """Do work that takes time in proportion to `size` characters; what is long must not hold up other streams."""
     return work() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+async def encode_answer(job: Job, outputs: Sequence[RequestOutput], make: Callable[[], Any]) -> bytes:
+    """The JSON of what `make` makes of all outputs of a job. Their log-probabilities are what takes long."""
+    size = sum(job.num_logprobs(choice, output.usage.completion_tokens) for choice, output in enumerate(outputs))
+    return await off_loop(size, lambda: msgspec.json.encode(make()))
 
 
 async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:

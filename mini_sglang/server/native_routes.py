@@ -20,7 +20,16 @@ from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server import sglang_routes
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError, invalid
-from mini_sglang.server.generation import Job, collect, encode_messages, encode_prompts, make_job, off_loop, run_job
+from mini_sglang.server.generation import (
+    Job,
+    collect,
+    encode_answer,
+    encode_messages,
+    encode_prompts,
+    make_job,
+    off_loop,
+    run_job,
+)
 from mini_sglang.server.metrics import CONTENT_TYPE
 from mini_sglang.server.openai_format import Json, finite, usage_json
 from mini_sglang.server.protocol import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody, parse_prompt
@@ -56,24 +65,24 @@ async def generate(request: Request) -> Response:
     if body.stream:
         return EventStream(_events(context, job))
     [output] = await while_connected(request.receive, collect(context, job))
-    answer = _state(job, output.text, output.token_ids, output)
-    if output.logprobs is not None:
-        answer["logprobs"] = _logprobs(output.logprobs)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    answer = await encode_answer(
+        job, [output], lambda: _answer(job, output.text, output.token_ids, output.logprobs, output)
+    )
+    return Response(answer, media_type="application/json")
 
 
 async def _events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(run_job(context, job)) as outputs:
         async for _, output in outputs:
-            answer = _state(job, output.text_delta, output.new_token_ids, output)
-            if output.new_logprobs is not None:
-                answer["logprobs"] = _logprobs(output.new_logprobs)
-            yield event(answer)
+            yield event(_answer(job, output.text_delta, output.new_token_ids, output.new_logprobs, output))
     yield DONE
 
 
-def _state(job: Job, text: str, token_ids: list[int], output: RequestOutput) -> Json:
-    return {
+def _answer(
+    job: Job, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None, output: RequestOutput
+) -> Json:
+    """A whole answer or an event: some text and tokens of it, and where it stands after `output`."""
+    answer = {
         "id": job.id,
         "text": text,
         "token_ids": token_ids,
@@ -81,6 +90,7 @@ def _state(job: Job, text: str, token_ids: list[int], output: RequestOutput) -> 
         "stop_reason": output.stop_reason,
         "usage": usage_json(output.usage),
     }
+    return answer if logprobs is None else {**answer, "logprobs": _logprobs(logprobs)}
 
 
 def _logprobs(entries: list[TokenLogprobs]) -> list[Json]:

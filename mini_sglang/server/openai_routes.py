@@ -17,6 +17,7 @@ from mini_sglang.server.errors import invalid
 from mini_sglang.server.generation import (
     Job,
     collect,
+    encode_answer,
     encode_prompts,
     make_chat_job,
     make_job,
@@ -108,13 +109,11 @@ async def _answer(
         return EventStream(_events(context, job, envelope, answer_format, body))
     outputs = await while_connected(request.receive, collect(context, job))
 
-    def whole() -> bytes:
+    def whole() -> Json:
         choices = [answer_format.whole(index, output) for index, output in enumerate(outputs)]
-        usage = _usage(job, outputs, answer_format)
-        return msgspec.json.encode(envelope.wrap(answer_format.whole_kind, choices, usage))
+        return envelope.wrap(answer_format.whole_kind, choices, _usage(job, outputs, answer_format))
 
-    num_logprobs = sum(job.num_logprobs(index, output.usage.completion_tokens) for index, output in enumerate(outputs))
-    return Response(await off_loop(num_logprobs, whole), media_type="application/json")
+    return Response(await encode_answer(job, outputs, whole), media_type="application/json")
 
 
 async def _events(

@@ -7,12 +7,11 @@ import functools
 import uuid
 from collections.abc import AsyncGenerator
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import invalid
-from mini_sglang.server.generation import Job, collect, encode_prompts, make_job, off_loop, run_job
+from mini_sglang.server.generation import Job, collect, encode_answer, encode_prompts, make_job, off_loop, run_job
 from mini_sglang.server.sglang_format import Json, SglangFormat
 from mini_sglang.server.sglang_protocol import SglangBody
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
@@ -60,12 +59,11 @@ async def generate(request: Request, body: SglangBody) -> Response:
         return EventStream(_events(context, job, answer_format))
     outputs = await while_connected(request.receive, collect(context, job))
 
-    def whole() -> bytes:
+    def whole() -> Json | list[Json]:
         choices = [answer_format.whole(index, output) for index, output in enumerate(outputs)]
-        return msgspec.json.encode(choices[0] if body.is_single else choices)
+        return choices[0] if body.is_single else choices
 
-    num_logprobs = sum(job.num_logprobs(index, output.usage.completion_tokens) for index, output in enumerate(outputs))
-    return Response(await off_loop(num_logprobs, whole), media_type="application/json")
+    return Response(await encode_answer(job, outputs, whole), media_type="application/json")
 
 
 async def _events(context: ServerContext, job: Job, answer_format: SglangFormat) -> AsyncGenerator[bytes, None]:

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from mini_sglang.server import native_routes
 from mini_sglang.server.anthropic_protocol import MessagesBody, PromptBody, TextBlock, Turn
+from mini_sglang.server.openai_format import ChatFormat, CompletionFormat
 from mini_sglang.server.protocol import Message
+from mini_sglang.server.responses_format import ResponseFormat
 from mini_sglang.server.responses_protocol import InputMessage, ResponsesBody
+from mini_sglang.server.sglang_format import SglangFormat
 
 Json = dict[str, Any]
 Halts = Callable[..., list[bool]]
@@ -78,3 +82,33 @@ def test_turns_of_one_role_are_copied_once(
     [message] = body.chat_messages()
     assert (message.role, message.content) == (role, "\n".join(["Hi"] * 100))
     assert made == [*["Hi"] * 100, message.content]
+
+
+LONG = {"max_tokens": 300, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20, **LONG}
+PROMPT = {"prompt": "Hi", "logprobs": 20, **LONG}
+INPUT = {"input": "Hi", "top_logprobs": 20, "max_output_tokens": 300, "ignore_eos": True}
+TEXT = {
+    "text": "Hi",
+    "return_logprob": True,
+    "top_logprobs_num": 20,
+    "sampling_params": {"max_new_tokens": 300, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "owner", "name"),
+    [
+        ("/v1/chat/completions", CHAT, ChatFormat, "whole"),
+        ("/v1/completions", PROMPT, CompletionFormat, "whole"),
+        ("/v1/responses", INPUT, ResponseFormat, "whole"),
+        ("/generate", PROMPT, native_routes, "_logprobs"),
+        ("/generate", TEXT, SglangFormat, "whole"),
+    ],
+)
+def test_an_answer_with_many_log_probabilities_is_written(
+    client: TestClient, halts: Halts, route: str, body: Json, owner: object, name: str
+) -> None:
+    calls = halts(owner, name)
+    assert client.post(route, json=body).status_code == 200
+    assert calls == [False]
