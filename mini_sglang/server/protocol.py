@@ -291,9 +291,10 @@ class Message(Body):
     @property
     def num_characters(self) -> int:
         """About how long the message is in a prompt."""
-        texts = [self.content or "", self.reasoning_content or ""]
-        texts += [str(call.function.arguments) for call in self.tool_calls or ()]
-        return sum(map(len, texts))
+        texts = [self.content, self.reasoning_content, self.reasoning, self.name, self.tool_call_id]
+        for call in self.tool_calls or ():
+            texts += call.id, call.function.name, str(call.function.arguments)
+        return sum(len(text) for text in texts if text)
 
 
 def join_runs(messages: Iterable[Message], roles: Container[str]) -> list[Message]:

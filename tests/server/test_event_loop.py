@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.server import native_routes
 from mini_sglang.server.anthropic_protocol import MessagesBody, PromptBody, TextBlock, Turn
+from mini_sglang.server.dialect import Dialect
 from mini_sglang.server.openai_format import ChatFormat, CompletionFormat
 from mini_sglang.server.protocol import Message
 from mini_sglang.server.responses_format import ResponseFormat
@@ -55,6 +56,24 @@ def halts(monkeypatch: pytest.MonkeyPatch) -> Halts:
 def test_a_long_conversation_is_read(client: TestClient, halts: Halts, route: str, body: Json, read_by: type) -> None:
     calls = halts(read_by, "chat_messages")
     client.post(route, json=body)
+    assert calls == [False]
+
+
+@pytest.mark.parametrize("field", ["content", "name", "reasoning_content", "reasoning", "tool_call_id"])
+def test_a_long_message_becomes_tokens(client: TestClient, halts: Halts, field: str) -> None:
+    calls = halts(Dialect, "render")
+    message = {"role": "assistant", "content": "Hello", field: "word " * 1000}
+    client.post("/tokenize", json={"messages": [message]})
+    assert calls == [False]
+
+
+@pytest.mark.parametrize("field", ["name", "arguments", "id"])
+def test_a_long_call_becomes_tokens(client: TestClient, halts: Halts, field: str) -> None:
+    calls = halts(Dialect, "render")
+    call: Json = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    part = call if field == "id" else call["function"]
+    part[field] = "word " * 1000
+    client.post("/tokenize", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
     assert calls == [False]
 
 
