@@ -6,8 +6,8 @@ is not supported is refused by name, unless its value asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -220,8 +220,6 @@ def _chat_messages_of(turn: Turn) -> Iterator[Message]:
 class MessagesBody(PromptBody, SamplingBody):
     """POST /v1/messages."""
 
-    client_words: ClassVar[dict[str, str]] = {"response_format": "output_config.format", "stop": "stop_sequences"}
-
     max_tokens: int = Field(ge=1)
     stop_sequences: StopStrings | None = None
     stop: Off = None  # the other APIs' name of stop_sequences
@@ -232,6 +230,10 @@ class MessagesBody(PromptBody, SamplingBody):
     inference_geo: Off = None
     mcp_servers: OffIfEmpty = None
     context_management: Off = None
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        return {"response_format": "output_config.format", "stop": "stop_sequences"}
 
     def sampling_params(self) -> SamplingParams:
         """Raises ValueError, naming the field, if a value is out of range."""

@@ -51,7 +51,7 @@ async def messages(request: Request) -> Response:
         fits_context = len(job.prompt_of(0)) + body.max_tokens <= context.engine.info.context_length
         return MessageFormat(job.id, model, plan.parser(), fits_context)
 
-    return await answer_conversation(request, body, f"msg_{uuid.uuid4().hex}", make_format, field="messages")
+    return await answer_conversation(request, body, f"msg_{uuid.uuid4().hex}", make_format)
 
 
 @router.post("/messages/count_tokens", openapi_extra=takes(CountTokensBody))

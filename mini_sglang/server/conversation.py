@@ -42,52 +42,37 @@ async def answer_conversation(
     body: MessagesBody | ResponsesBody,
     job_id: str,
     make_format: Callable[[Job, AnswerPlan], BlockFormat],
-    *,
-    field: str,
 ) -> Response:
-    """The answer to `body`, whose `field` holds the conversation. Raises ApiError."""
+    """The answer to `body`. Raises ApiError."""
     context = context_of(request)
-    with _in_words(body):
-        try:
-            params, messages, template = await work_on_body(
-                request, lambda: (body.sampling_params(), body.chat_messages(), body.template())
-            )
-        except ValueError as error:
-            raise invalid_body(error) from None
-        job, plan = await make_chat_job(context, job_id, messages, template, params, body, field=field)
-        answer_format = make_format(job, plan)
-        if body.stream:
-            return EventStream(
-                _events(context, job, body, answer_format),
-                lambda error: b"".join(map(named_event, answer_format.failure(error))),
-            )
-        [output] = await while_connected(request.receive, collect(context, job))
+    try:
+        params, messages, template = await work_on_body(
+            request, lambda: (body.sampling_params(), body.chat_messages(), body.template())
+        )
+    except ValueError as error:
+        raise invalid_body(error).in_words(body.client_words) from None
+    job, plan = await make_chat_job(context, job_id, messages, template, params, body)
+    answer_format = make_format(job, plan)
+    if body.stream:
+        return EventStream(
+            _events(context, job, answer_format),
+            lambda error: b"".join(map(named_event, answer_format.failure(error))),
+        )
+    [output] = await while_connected(request.receive, collect(context, job))
     whole = await encode_answer(job, [output], lambda: answer_format.whole(output))
     return Response(whole, media_type="application/json")
 
 
-@contextlib.contextmanager
-def _in_words(body: MessagesBody | ResponsesBody) -> Iterator[None]:
-    """Errors in this block name fields as the client does."""
-    try:
-        yield
-    except ApiError as error:
-        raise error.in_words(body.client_words) from None
-
-
-async def _events(
-    context: ServerContext, job: Job, body: MessagesBody | ResponsesBody, answer_format: BlockFormat
-) -> AsyncGenerator[bytes, None]:
+async def _events(context: ServerContext, job: Job, answer_format: BlockFormat) -> AsyncGenerator[bytes, None]:
     is_open = False
-    with _in_words(body):
-        async with contextlib.aclosing(run_job(context, job)) as outputs:
-            async for _, output in outputs:
-                if not is_open:
-                    is_open = True
-                    for item in answer_format.opening(output):
-                        yield named_event(item)
-                for item in answer_format.delta(output):
+    async with contextlib.aclosing(run_job(context, job)) as outputs:
+        async for _, output in outputs:
+            if not is_open:
+                is_open = True
+                for item in answer_format.opening(output):
                     yield named_event(item)
-                if output.finished:
-                    for item in answer_format.closing(output):
-                        yield named_event(item)
+            for item in answer_format.delta(output):
+                yield named_event(item)
+            if output.finished:
+                for item in answer_format.closing(output):
+                    yield named_event(item)

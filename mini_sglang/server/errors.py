@@ -6,8 +6,9 @@ beyond the errors that it raises.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -56,6 +57,15 @@ class ApiError(Exception):
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@contextlib.contextmanager
+def in_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Errors in this block name fields as the client does."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.in_words(words) from None
 
 
 class ClientDisconnected(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from mini_sglang.messages import EngineInfo
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage, shorten
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.dialect import AnswerPlan
-from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.server.errors import ApiError, in_words, invalid
 from mini_sglang.server.protocol import JobBody, Message, TemplateBody
 
 Result = TypeVar("Result")
@@ -38,6 +38,7 @@ class Job:
     params: list[SamplingParams]  # one per choice
     cache_salt: str
     priority: int
+    client_words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the body
     is_only_echo: bool = False  # only the prompts are of interest: what is generated counts as nothing
 
     @property
@@ -83,12 +84,21 @@ def make_job(
         for prompt_ids in prompts:
             check_prompt(prompt_ids, info, field)
     except ValueError as error:
-        raise invalid(error) from None
+        raise invalid(error).in_words(body.client_words) from None
     choice_params = [
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
         for choice in range(num_choices)
     ]
-    return Job(job_id, prompts, n, choice_params, body.cache_salt or "", body.priority, is_only_echo)
+    return Job(
+        job_id,
+        prompts,
+        n,
+        choice_params,
+        body.cache_salt or "",
+        body.priority,
+        client_words=body.client_words,
+        is_only_echo=is_only_echo,
+    )
 
 
 def check_prompt(prompt_ids: list[int], info: EngineInfo, field: str) -> None:
@@ -199,13 +209,12 @@ async def make_chat_job(
     params: SamplingParams,
     body: JobBody,
     n: int = 1,
-    *,
-    field: str = "messages",
 ) -> tuple[Job, AnswerPlan]:
     """The work for a conversation, and what its answers may consist of. Raises ApiError 400."""
-    prompt_ids = await encode_messages(context, messages, template)
-    plan = context.dialect.plan(template, messages, prompt_ids)
-    return make_job(context, job_id, [prompt_ids], plan.constrain(params), body, n, field=field), plan
+    with in_words(body.client_words):
+        prompt_ids = await encode_messages(context, messages, template)
+        plan = context.dialect.plan(template, messages, prompt_ids)
+        return make_job(context, job_id, [prompt_ids], plan.constrain(params), body, n, field="messages"), plan
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
@@ -225,7 +234,7 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
     a choice fails; EngineDeadError if the engine ends.
     """
-    with _registered(context, job):
+    with in_words(job.client_words), _registered(context, job):
         if job.num_choices == 1:
             async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
                 async for output in outputs:

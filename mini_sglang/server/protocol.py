@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -113,6 +113,11 @@ class JobBody(Body):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)  # smaller runs first under `--schedule priority`
     # Requests share cached prefixes only with equal salts.
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        """The body's names of fields, by those in the errors of everything behind it, where they differ."""
+        return {}
 
 
 class SamplingBody(JobBody):

@@ -5,8 +5,8 @@ The server keeps nothing between requests: what would need an earlier answer, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -181,12 +181,6 @@ class ResponseStreamOptions(Body):
 class ResponsesBody(SamplingBody):
     """POST /v1/responses."""
 
-    client_words: ClassVar[dict[str, str]] = {
-        "response_format": "text.format",
-        "max_tokens": "max_output_tokens",
-        "logprobs": "top_logprobs",
-    }
-
     model: str | None = None
     input: InputItems
     instructions: str | None = None
@@ -218,6 +212,15 @@ class ResponsesBody(SamplingBody):
     max_tool_calls: Off = None
     context_management: Off = None
     moderation: Off = None
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        return {
+            "messages": "input",
+            "response_format": "text.format",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+        }
 
     def chat_messages(self) -> list[Message]:
         """The conversation as a chat has it: the instructions first, all items of one answer as one message."""

@@ -27,4 +27,4 @@ async def responses(request: Request) -> Response:
     def make_format(job: Job, plan: AnswerPlan) -> ResponseFormat:
         return ResponseFormat(job.id, model, body, plan.parser(), context.tokenizer)
 
-    return await answer_conversation(request, body, f"resp_{uuid.uuid4().hex}", make_format, field="input")
+    return await answer_conversation(request, body, f"resp_{uuid.uuid4().hex}", make_format)

@@ -179,6 +179,13 @@ def test_what_the_engine_calls_otherwise_is_named_as_the_client_does(
     assert error["message"].startswith("text.format cannot be combined with")
 
 
+def test_a_conversation_that_is_too_long_is_the_clients_input(client: TestClient) -> None:
+    for length, problem in ((500, "input has "), (100_000, "input has at least ")):
+        error = create(client, input="1 " * length).json()["error"]
+        assert error["param"] == "input"
+        assert error["message"].startswith(problem)
+
+
 def test_a_refusal_while_it_runs_names_the_clients_field_too(client: TestClient, engine: Any) -> None:
     engine.error = ValueError("response_format cannot be followed: too deep")
     for stream in (False, True):
