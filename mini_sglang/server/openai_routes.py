@@ -42,7 +42,7 @@ async def chat_completions(request: Request) -> Response:
     try:
         params = body.sampling_params()
     except ValueError as error:
-        raise invalid(error) from None
+        raise invalid(error).in_words(body.client_words) from None
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
     job, plan = await make_chat_job(context, job_id, body.messages, body, params, body, body.num_choices)
     return await _answer(request, context, body, job, ChatFormat(context.tokenizer, plan))
@@ -57,7 +57,7 @@ async def completions(request: Request) -> Response:
     try:
         params, prompts = body.sampling_params(), parse_prompts(body.prompt)
     except ValueError as error:
-        raise invalid(error) from None
+        raise invalid(error).in_words(body.client_words) from None
     prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
     job = make_job(
         context,

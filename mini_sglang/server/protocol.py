@@ -177,6 +177,16 @@ class StructuredOutputs(Body):
                 raise ValueError("structured_outputs must not hold both json and json_object")
         return {name: value for name, value in fields.items() if value is not None}
 
+    @property
+    def client_words(self) -> dict[str, str]:
+        """The body's names of the fields that `as_sampling` gives."""
+        words = {}
+        if self.grammar is not None:
+            words["ebnf"] = "structured_outputs.grammar"
+        if self.json_schema is not None or self.json_object:
+            words["response_format"] = f"structured_outputs.{'json_object' if self.json_object else 'json'}"
+        return words
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -214,6 +224,10 @@ class OpenAIBody(SamplingBody):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream")
         return self
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        return {} if self.structured_outputs is None else self.structured_outputs.client_words
 
     @property
     def num_choices(self) -> int:

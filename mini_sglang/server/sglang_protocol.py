@@ -6,6 +6,7 @@ Its fields have SGLang's names and defaults. What applies to single entries of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -82,6 +83,11 @@ _NAMES = {  # SamplingParams' by SGLang's
     "regex": "regex",
     "ebnf": "ebnf",
 }
+_CLIENT_WORDS = {
+    **{name: sglang_name for sglang_name, name in _NAMES.items()},
+    "response_format": "json_schema",
+    "request_id": "rid",
+}
 
 
 class SglangBody(JobBody):
@@ -125,6 +131,10 @@ class SglangBody(JobBody):
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("text or input_ids is required, and only one of them")
         return self
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        return _CLIENT_WORDS
 
     @property
     def field(self) -> str:

@@ -42,7 +42,7 @@ async def generate(request: Request, body: SglangBody) -> Response:
     try:
         params, prompts = body.to_sampling_params(), body.prompts()
     except ValueError as error:
-        raise invalid(error) from None
+        raise invalid(error).in_words(body.client_words) from None
     prompt_ids = await encode_prompts(context, prompts, n=body.num_choices, field=body.field)
     job = make_job(
         context,

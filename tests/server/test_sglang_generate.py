@@ -149,6 +149,29 @@ def test_what_cannot_be_is_refused_by_name(client: TestClient, fields: Json, nam
     assert named in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"sampling_seed": 2**63}, "sampling_seed"),
+        ({"min_new_tokens": 500}, "min_new_tokens"),
+        ({"no_stop_trim": True, "stop": [""]}, "stop"),
+        ({"json_schema": "{}", "regex": "a"}, "json_schema"),
+    ],
+)
+def test_what_the_engine_calls_otherwise_is_named_as_sglang_does(client: TestClient, params: Json, named: str) -> None:
+    error = client.post("/generate", json={"text": "Hi", "sampling_params": params}).json()["error"]
+    assert error["param"] == named
+    assert error["message"].startswith(f"{named} ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_while_it_runs_is_told_in_sglangs_words_too(client: TestClient, engine: Any, stream: bool) -> None:
+    engine.error = ValueError("response_format cannot be followed: too deep")
+    asked = {"text": "Hi", "sampling_params": {"json_schema": "{}"}, "stream": stream}
+    error = client.post("/generate", json=asked).json()["error"]
+    assert (error["param"], error["message"]) == ("json_schema", "json_schema cannot be followed: too deep")
+
+
 def test_a_load_generators_body_passes(client: TestClient) -> None:
     parts = events(
         client,
