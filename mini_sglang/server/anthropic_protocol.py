@@ -32,6 +32,7 @@ from mini_sglang.server.protocol import (
     TemplateArguments,
     TemplateBody,
     Tool,
+    ToolName,
     at_most,
     join_runs,
     must_be_off,
@@ -114,14 +115,13 @@ class ToolDefinition(Body):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: JsonObject
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
     def for_chat(self) -> Tool:
-        """Raises ValueError, naming the field, if the name is none."""
         function = Function(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )

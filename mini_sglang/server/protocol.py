@@ -337,8 +337,11 @@ def _joined(run: Sequence[Message]) -> Message:
     )
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class Function(Body):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None  # a JSON schema; none: there are no parameters
     strict: bool | None = None  # calls are held to the schema by a grammar

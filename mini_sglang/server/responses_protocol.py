@@ -32,6 +32,7 @@ from mini_sglang.server.protocol import (
     TemplateArguments,
     TemplateBody,
     Tool,
+    ToolName,
     at_most,
     join_runs,
     must_be_off,
@@ -128,7 +129,7 @@ class FunctionTool(Body):
     """A function that the client runs."""
 
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None

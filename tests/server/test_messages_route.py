@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 MESSAGES = "/v1/messages"
 TEXT = "Hello there, dear friend."
 HI = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"name": "get_time", "description": "Time", "input_schema": {"type": "object", "properties": {}}}]
 
 Json = dict[str, Any]
 
@@ -98,6 +99,7 @@ def test_the_prompt_is_that_of_the_same_chat(client: TestClient, engine: Any) ->
         ({"stop": ["x"]}, 400, "invalid_request_error", "stop"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error", "thinking"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "tools"),
+        ({"tools": [*TOOLS, {"name": "a b", "input_schema": {}}]}, 400, "invalid_request_error", "tools.1.name"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
         ({"container": "c"}, 400, "invalid_request_error", "container"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
@@ -115,7 +117,6 @@ def test_errors_have_anthropics_shape_and_name_the_field(
     assert named in response.json()["error"]["message"]
 
 
-TOOLS = [{"name": "get_time", "description": "Time", "input_schema": {"type": "object", "properties": {}}}]
 CALL = '<think>Hm.</think>Let me see.<tool_call>{"name": "get_time", "arguments": {"zone": "Lima"}}</tool_call>'
 
 

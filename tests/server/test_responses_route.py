@@ -166,6 +166,12 @@ def test_what_is_not_supported_is_refused_by_name(client: TestClient, fields: Js
     assert name in response.json()["error"]["message"]
 
 
+def test_a_name_that_no_tool_can_have_is_found_among_the_tools(client: TestClient) -> None:
+    error = create(client, tools=[*TOOLS, {"type": "function", "name": "a b"}]).json()["error"]
+    assert error["param"] == "tools"
+    assert error["message"].startswith("tools.1.name: ")
+
+
 SCHEMA_FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
 
 
