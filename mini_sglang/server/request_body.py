@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -79,7 +79,7 @@ def check_body(value: dict[str, Any], model: type[Body]) -> Body:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _describe(error) from None
+        raise _describe(error, value) from None
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
@@ -148,10 +148,12 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _describe(error: ValidationError) -> ApiError:
-    """The first thing that a model found wrong, as one sentence that starts with the field's name."""
+def _describe(error: ValidationError, value: Any = None) -> ApiError:
+    """The first thing that a model found wrong in `value`, as one sentence that starts with the field's name."""
     first = error.errors(include_url=False, include_context=False)[0]
-    path = ".".join(_cut(str(part)) for part in first["loc"])
+    loc = first["loc"]
+    num_present = len(loc) - (first["type"] == "missing")
+    path = ".".join(_cut(str(part)) for part in (*_path(loc[:num_present], value), *loc[num_present:]))
     message = first["msg"].removeprefix("Value error, ")
     if not path:  # a rule about several fields: its message starts with the name of one
         return invalid(ValueError(message))
@@ -163,7 +165,17 @@ def _describe(error: ValidationError) -> ApiError:
         text = f"{path} {message}"
     else:
         text = f"{path}: {message[0].lower()}{message[1:]}, got {shorten(first['input'])}"
-    return ApiError(400, text, param=str(first["loc"][0]), code="invalid_value")
+    return ApiError(400, text, param=str(loc[0]), code="invalid_value")
+
+
+def _path(loc: Sequence[Any], value: Any) -> Iterator[int | str]:
+    """Those steps of `loc` that can be taken in `value`; others are pydantic's words for the members of a union."""
+    for index, step in enumerate(loc):
+        if (isinstance(value, dict) and step in value) or (isinstance(value, list) and isinstance(step, int)):
+            value = value[step]
+            yield step
+        elif index == 0:
+            yield step  # the field, in a value that is not known
 
 
 def invalid_body(error: ValueError) -> ApiError:

@@ -143,6 +143,31 @@ def test_a_field_that_is_not_supported_is_refused_by_name(
     assert field in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "path"),
+    [
+        (CHAT, {"messages": MESSAGES, "tool_choice": "sometimes"}, "tool_choice"),
+        (CHAT, {"messages": MESSAGES, "structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        (CHAT, {"messages": MESSAGES, "logit_bias": {"a[0]": "x"}}, "logit_bias.a[0]"),
+        (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages.1.content"),
+        ("/v1/responses", {"input": [{"role": "user", "content": 5}]}, "input.0.content"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+         "messages.0.content.0.text"),
+    ],
+)  # fmt: skip
+def test_the_path_to_what_is_wrong_is_that_in_the_body(client: TestClient, route: str, body: Json, path: str) -> None:
+    assert client.post(route, json=body).json()["error"]["message"].startswith(f"{path}: ")
+
+
+def test_a_field_that_is_missing_is_named_with_its_path(client: TestClient) -> None:
+    for message, path in (({"content": "Hi"}, "messages.1.role"), ({"role": "tool"}, "messages.1")):
+        error = refused(client.post(CHAT, json={"messages": [*MESSAGES, message]}))
+        assert error["message"].startswith(f"{path} ")
+    assert refused(client.post("/v1/responses", json={"input": [{"role": "user"}]}))["message"] == (
+        "input.0.content is required"
+    )
+
+
 def test_the_allowed_maximum_is_named(client: TestClient) -> None:
     assert "128" in refused(client.post(CHAT, json={**BASE[CHAT], "n": 129}))["message"]
     body = {**BASE[CHAT], "logprobs": True, "top_logprobs": 21}
