@@ -207,8 +207,6 @@ async def server_info(request: Request) -> Response:
         "uptime_s": round(time.time() - context.created, 3),
         "requests": sorted(context.jobs),  # ids of those under way
         "server": server,
-        "max_waiting_requests": context.config.max_waiting_requests,
-        "max_body_bytes": context.config.max_body_bytes,
     }
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
