@@ -34,7 +34,7 @@ from mini_sglang.server.metrics import CONTENT_TYPE
 from mini_sglang.server.openai_format import Json, finite, usage_json
 from mini_sglang.server.protocol import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody, parse_prompt
 from mini_sglang.server.request_body import check_body, read_body, read_object, takes
-from mini_sglang.server.sglang_protocol import NATIVE_FIELDS, SglangBody
+from mini_sglang.server.sglang_protocol import SGLANG_FIELDS, SglangBody
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 Answer = TypeVar("Answer")
@@ -53,7 +53,7 @@ async def generate(request: Request) -> Response:
     """
     context = context_of(request)
     fields = await read_object(request)
-    if not NATIVE_FIELDS.isdisjoint(fields):
+    if not SGLANG_FIELDS.isdisjoint(fields):
         return await sglang_routes.generate(request, check_body(fields, SglangBody))
     body = check_body(fields, GenerateBody)
     try:

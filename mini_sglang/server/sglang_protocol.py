@@ -27,7 +27,7 @@ from mini_sglang.server.protocol import (
 )
 
 DEFAULT_NEW_TOKENS = 128
-NATIVE_FIELDS = frozenset({"text", "input_ids", "sampling_params"})  # a body with one of them is of this kind
+SGLANG_FIELDS = frozenset({"text", "input_ids", "sampling_params"})  # a body with one of them is of this kind
 
 
 def _one_or_none(value: Any) -> Any:
