@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -84,9 +84,7 @@ class EngineConfig:
                 f"device must be one of {', '.join(_DEVICES)}, got {self.device!r}; "
                 "CUDA_VISIBLE_DEVICES=N in the environment chooses among GPUs"
             )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        _check_choices(self)
         _check_attention_backend(self.attention_backend)
         self._check_ranks()
 
@@ -145,10 +143,7 @@ class ServerConfig:
                 raise ValueError(f"cors_origin must be like https://example.com, without a path, or *, got {origin!r}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
-        for name in ("tool_call_parser", "reasoning_parser"):
-            choices = get_args(get_type_hints(ServerConfig)[name])
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        _check_choices(self)
         for name in ("max_body_bytes", "max_waiting_requests"):
             _at_least(name, getattr(self, name), 1)
         if not 0 <= self.shutdown_timeout_s < math.inf:  # which not-a-number is not either
@@ -169,18 +164,15 @@ _MOST = {
     "num_threads": (1024, "one for each core is the fastest"),
 }
 _DEVICES = ("auto", "cpu", "cuda")
-_CHOICES = {
-    "model_source": ("huggingface", "modelscope"),
-    "load_format": ("auto", "dummy"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "weights": ("auto", "dense", "packed"),
-    "cache": ("radix", "naive"),
-    "schedule": ("fcfs", "lpm", "priority"),
-    "kv_cache_dtype": ("auto", "fp8"),
-    "all_reduce": ("auto", "nccl"),
-}
 _GPU_BACKENDS = ("triton", "flashinfer", "flash_attn")
 _BACKENDS = ("auto", "cpu", "reference", *_GPU_BACKENDS)
+
+
+def _check_choices(config: EngineConfig | ServerConfig) -> None:
+    """Each field that is declared as one of some words holds one of them."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}")
 
 
 def _check_attention_backend(names: str) -> None:
