@@ -234,7 +234,7 @@ def _local(name: str, path: Path, weights_needed: bool) -> ModelSource:
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1 and not has_weights:
         return ModelSource(name, ggufs[0], "gguf")
-    if ggufs:
+    if len(ggufs) > 1:
         names = ", ".join(gguf.name for gguf in ggufs)
         raise ValueError(f"model {name!r}: {path} holds several GGUF files; name one of them: {names}")
     lacking = "config.json" if not has_config else "*.safetensors"

@@ -133,6 +133,12 @@ class TestPaths:
         with pytest.raises(ValueError, match=r"name one of them: model\.gguf, other\.gguf"):
             resolve_model(str(tmp_path))
 
+    def test_safetensors_beside_a_gguf_file_lack_their_config(self, tmp_path: Path) -> None:
+        for name in ("model.gguf", "model.safetensors"):
+            (tmp_path / name).write_bytes(b"")
+        with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+            resolve_model(str(tmp_path))
+
     def test_a_config_alone_is_enough_for_random_weights(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         assert resolve_model(str(tmp_path), weights_needed=False).kind == "safetensors"
