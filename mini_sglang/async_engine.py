@@ -54,7 +54,7 @@ from mini_sglang.messages import (
 from mini_sglang.output_processor import OutputProcessor
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.scheduling.scheduler import SchedulerStats
-from mini_sglang.structured_output import Vocabulary
+from mini_sglang.structured_output import Vocabulary, error_field
 from mini_sglang.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 
@@ -152,8 +152,8 @@ class AsyncEngine:
     async def start(cls, config: EngineConfig) -> AsyncEngine:
         """Start an engine process and wait until its model is loaded.
 
-        Raises ValueError or FileNotFoundError if a setting or the model is wrong, RuntimeError with the engine's own
-        message if it cannot start. The process also ends when the thread that called this ends.
+        Raises ValueError or OSError if a setting, the model or the folder for temporary files is wrong, RuntimeError
+        with the engine's own message if it cannot start. The process also ends when the thread that called this ends.
         """
         tokenizer = await asyncio.to_thread(_find_tokenizer, config)
         directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
@@ -162,7 +162,10 @@ class AsyncEngine:
         process: asyncio.subprocess.Process | None = None
         try:
             address = f"ipc://{directory}/engine"
-            socket.bind(address)
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:  # a path of more than about a hundred characters
+                raise OSError(f"no socket in {directory}: {error}; set TMPDIR to a shorter path") from error
             process = await _spawn(address, config)
             info = await _wait_until_ready(process, socket)
         except BaseException:
@@ -190,6 +193,8 @@ class AsyncEngine:
         """
         self._check_alive()
         if params.is_constrained:
+            if not self.info.eos_token_ids:  # as the engine says it
+                raise ValueError(f"{error_field(params)} is not supported with this model: it has no end token")
             await self._grammars.check(params)
             self._check_alive()
         processor = OutputProcessor(self.tokenizer, request_id, len(prompt_ids), params)

@@ -127,7 +127,7 @@ class GrammarCompiler:
         num_cached: int = _CACHED_GRAMMARS,
     ) -> None:
         if not vocabulary.eos_token_ids:
-            raise ValueError("grammars are not supported by this model: it has no end token")
+            raise ValueError("it has no end token")
         self._special = {vocabulary.tokens[token_id]: token_id for token_id in vocabulary.special_token_ids}
         wrapper = TokenizerWrapper(_TokenTable(vocabulary, encode or self._greedy))
         self._tokenizer = LLTokenizer(wrapper, eos_token=vocabulary.eos_token_ids)

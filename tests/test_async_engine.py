@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -315,6 +316,35 @@ def test_what_keeps_an_engine_from_starting_is_said(run: Run, tmp_path: Path, wr
     (folder / "config.json").write_text(config.replace('"llama"', '"invented"'))
     with pytest.raises(ValueError, match="invented"):
         run(AsyncEngine.start(EngineConfig(model=str(folder))))
+
+
+def test_a_folder_too_deep_for_a_socket_is_named(
+    run: Run, tmp_path: Path, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(OSError, match=rf"{deep}.*set TMPDIR to a shorter path"):
+        run(AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path))))
+    assert os.listdir(deep) == []
+
+
+def test_a_model_without_an_end_token_refuses_grammars_alone(run: Run, write_checkpoint: Any) -> None:
+    folder = write_checkpoint(eos_token_id=None).path
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, "eos_token_id": None, "eos_token": None}))
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(EngineConfig(model=str(folder), num_threads=1))
+        try:
+            with pytest.raises(ValueError, match=r"^regex is not supported with this model: it has no end token$"):
+                await finish(start(engine, "a", SamplingParams(regex="[0-9]+")))
+            assert (await finish(start(engine, "a", GREEDY))).finish_reason is FinishReason.LENGTH
+        finally:
+            await engine.close()
+
+    run(scenario())
 
 
 def outputs_of(tokenizer: Tokenizer, text: str) -> list[RequestOutput]:
