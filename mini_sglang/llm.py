@@ -104,9 +104,8 @@ class LLM:
         """
         conversations = _as_conversations(messages)
         params = _as_params(sampling_params, len(conversations))
-        ids = [self._render(conversation, template_arguments) for conversation in conversations]
-        names = ["messages"] if len(ids) == 1 else [f"messages[{index}]" for index in range(len(ids))]
-        return self._run_all(ids, params, names, progress)
+        ids = [self._render(conversation, name, template_arguments) for name, conversation in conversations.items()]
+        return self._run_all(ids, params, list(conversations), progress)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -116,7 +115,7 @@ class LLM:
         Raises as `generate` does, when the first output is asked for. Closing the generator aborts the request.
         """
         ids = self._encode(prompt, "prompt")
-        [request] = self._add_all([ids], [sampling_params or SamplingParams()], ["prompt"])
+        [request] = self._add_all([ids], _as_params(sampling_params, 1), ["prompt"])
         try:
             while True:
                 while not request.outputs:
@@ -132,7 +131,7 @@ class LLM:
         self, messages: Conversation, sampling_params: SamplingParams | None = None, **template_arguments: Any
     ) -> Generator[RequestOutput, None, None]:
         """`stream` for one conversation."""
-        return self.stream(self._render(messages, template_arguments), sampling_params)
+        return self.stream(self._render(messages, "messages", template_arguments), sampling_params)
 
     def close(self) -> None:
         """Free the model. Twice is fine; afterwards nothing else is."""
@@ -149,13 +148,17 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _render(self, messages: Conversation, template_arguments: Mapping[str, Any]) -> list[int]:
+    def _render(self, messages: Conversation, name: str, template_arguments: Mapping[str, Any]) -> list[int]:
+        if not _is_list(messages):
+            raise ValueError(f"{name} must be a list of messages, got {messages!r}")
+        if not messages:
+            raise ValueError(f"{name} must not be empty")
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping):
-                raise ValueError(f"messages[{index}] must be a mapping with role and content, got {message!r}")
+                raise ValueError(f"{name}[{index}] must be a mapping with role and content, got {message!r}")
             role = message.get("role")
             if role not in ROLES:  # most templates would write any role into the prompt
-                raise ValueError(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r}")
+                raise ValueError(f"{name}[{index}].role must be one of {', '.join(ROLES)}, got {role!r}")
         return self.tokenizer.apply_chat_template(messages, **template_arguments)
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
@@ -236,9 +239,13 @@ class LLM:
                 self.engine.abort(request.request_id)
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if not _is_list(prompts):
+        return [prompts]  # type: ignore[list-item]
     if not prompts:
         raise ValueError("prompts must not be empty")
     if isinstance(prompts[0], Sequence):
@@ -255,15 +262,11 @@ def _checked_ids(prompt: object, name: str) -> list[int]:
     return list(prompt)
 
 
-def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    if not messages:
-        raise ValueError("messages must not be empty")
-    if isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    for index, conversation in enumerate(messages):
-        if not conversation:
-            raise ValueError(f"messages[{index}] must not be empty")
-    return list(messages)  # type: ignore[arg-type]
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> dict[str, Conversation]:
+    """By the names that errors call them; what is no list of lists counts as one."""
+    if _is_list(messages) and messages and _is_list(messages[0]):
+        return {f"messages[{index}]": conversation for index, conversation in enumerate(messages)}  # type: ignore[misc]
+    return {"messages": messages}  # type: ignore[dict-item]
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -271,6 +274,8 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not _is_list(params):
+        raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
     if len(params) != count:
         raise ValueError(f"sampling_params must be one for all or one for each of {count} prompts, got {len(params)}")
     for item in params:

@@ -168,6 +168,8 @@ BAD_PROMPTS = [
     (["Hi", 5], r"prompts\[1\]"),
     ("ab\ud83dcd", "prompt.*surrogate"),
     ([1] * 8192, "8192"),
+    (5, "prompt must be a string or a list of token ids, got 5"),
+    (None, "prompt must be a string or a list of token ids, got None"),
 ]
 
 
@@ -203,9 +205,12 @@ def test_a_bad_sampling_parameter_is_named(llm: LLM, fields: dict[str, Any], nam
 def test_as_many_sampling_parameters_as_prompts_are_needed(llm: LLM) -> None:
     with pytest.raises(ValueError, match="sampling_params"):
         llm.generate(["Hi", "Ho"], [greedy(1)], progress=False)
-    wrong: Any = {"temperature": 0}
-    with pytest.raises(ValueError, match="sampling_params"):
-        llm.generate("Hi", wrong, progress=False)
+    for wrong in ({"temperature": 0}, 5, ["greedy"]):
+        given: Any = wrong
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+            llm.generate("Hi", given, progress=False)
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+            next(llm.stream("Hi", given))
 
 
 @pytest.mark.parametrize(
@@ -216,11 +221,29 @@ def test_as_many_sampling_parameters_as_prompts_are_needed(llm: LLM) -> None:
         ([{"role": "wizard", "content": "Hi"}], r"messages\[0\].role.*wizard"),
         ([{"content": "Hi"}], r"messages\[0\].role"),
         (["Hi"], r"messages\[0\] must be a mapping"),
+        ("Hi", "messages must be a list of messages, got 'Hi'"),
+        ({"role": "user", "content": "Hi"}, "messages must be a list of messages"),
+        ([[{"role": "user", "content": "Hi"}], []], r"messages\[1\] must not be empty"),
+        ([[{"role": "user", "content": "Hi"}], {"role": "user"}], r"messages\[1\] must be a list of messages"),
+        ([[{"role": "user", "content": "Hi"}], [{"role": "wizard"}]], r"messages\[1\]\[0\].role.*wizard"),
     ],
 )
 def test_a_bad_conversation_is_named(llm: LLM, messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.chat(messages, greedy(1), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must not be empty"),
+        ({"role": "user", "content": "Hi"}, "messages must be a list of messages"),
+        ([{"role": "wizard", "content": "Hi"}], r"messages\[0\].role.*wizard"),
+    ],
+)
+def test_a_bad_conversation_is_named_in_a_stream_too(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        next(llm.stream_chat(messages, greedy(1)))
 
 
 def test_leaving_a_stream_aborts_it_and_harms_no_other(llm: LLM) -> None:
