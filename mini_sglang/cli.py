@@ -278,7 +278,7 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     command.add_argument("trace", type=Path, metavar="TRACE", help="a Mooncake or Qwen-Bailian JSONL, or an Azure CSV")
     command.add_argument("--requests", type=_count, metavar="N", help="only the first N of the trace")
     help = "pool size as a share of the trace's distinct blocks; may be repeated (default: from 1 to 0.02)"
-    command.add_argument("--share", action="append", type=float, metavar="X", help=help)
+    command.add_argument("--share", action="append", type=_positive, metavar="X", help=help)
     _add_counts(command, cached_tokens=1_000_000, page_size=EngineConfig.page_size)
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw hit rates over pool sizes (needs matplotlib)")
@@ -334,7 +334,7 @@ def _count(text: str) -> int:
     return number
 
 
-def _rate(text: str) -> float:
+def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < math.inf:  # which not-a-number is not either
         raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
@@ -344,7 +344,7 @@ def _rate(text: str) -> float:
 def _add_bench_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     for name, what in (("copy-tb-s", "TB/s of a device copy"), ("gemm-tflop-s", "TFLOP/s of a large product")):
-        parser.add_argument(f"--{name}", type=_rate, metavar="X", help=f"ceiling: {what} (default: measured)")
+        parser.add_argument(f"--{name}", type=_positive, metavar="X", help=f"ceiling: {what} (default: measured)")
 
 
 def _add_command(

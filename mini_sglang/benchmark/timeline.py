@@ -38,11 +38,12 @@ def draw(history: History, window: Window = (0.0, None), max_lanes: int = 200) -
 
     Of more than `max_lanes` requests in the window the first are drawn, which the drawing says.
     """
-    start_us = history.start_us + round(window[0] * 1e6)
-    end_us = history.end_us if window[1] is None else min(history.start_us + round(window[1] * 1e6), history.end_us)
-    if not window[0] >= 0 or start_us >= end_us:
-        last = (history.end_us - history.start_us) / 1e6
+    last = (history.end_us - history.start_us) / 1e6
+    start, end = window[0], last if window[1] is None else min(window[1], last)
+    if not 0 <= start < end:  # which not-a-number is not either
         raise ValueError(f"the window must lie between 0 and {last:g} s and begin before it ends, got {window}")
+    start_us = history.start_us + round(start * 1e6)
+    end_us = max(history.start_us + round(end * 1e6), start_us + 1)
     lives = [life for life in history.lives if life.arrived_us < end_us and _last_us(life, history) > start_us]
     scale = _Scale(start_us, end_us)
     lanes_top = 60 + 2 * (_PANEL + 24)

@@ -112,9 +112,11 @@ def test_the_drawing_shows_a_window_and_says_what_it_leaves_out(path: Path) -> N
     part = draw(history, (0.006, None), max_lanes=1)
     assert "the first 1 of 2 requests" in part
     assert "decode: " not in part
-    for window in ((0.1, None), (0.002, 0.001), (-1.0, None)):
+    nan, inf = float("nan"), float("inf")
+    for window in ((0.1, None), (0.002, 0.001), (-1.0, None), (inf, None), (nan, None), (0.0, nan), (0.0, -inf)):
         with pytest.raises(ValueError, match=r"window must lie between 0 and 0\.0096 s"):
             draw(history, window)
+    assert draw(history, (0.0, inf)) == draw(history)
 
 
 @pytest.mark.parametrize(

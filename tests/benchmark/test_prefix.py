@@ -122,6 +122,14 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("share", ["inf", "nan", "0", "-1"])
+def test_a_share_that_is_no_share_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], share: str) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", CHATS)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "prefix", trace, f"--share={share}"])
+    assert f"argument --share: must be a finite number above 0, got {share}" in capsys.readouterr().err
+
+
 def test_the_plot_is_an_image(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace, plot = write_trace(tmp_path / "trace.jsonl", CHATS), tmp_path / "plot.png"
