@@ -97,10 +97,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         With `vocab_size`, token ids in `stop_token_ids`, `logit_bias` and `allowed_token_ids` are checked too.
         """
-        for name in ("top_k", *(("max_tokens",) if self.max_tokens is not None else ())):
-            _require_int(name, getattr(self, name))
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {shorten(self.max_tokens)}")
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens)
+            if self.max_tokens < 1:
+                raise ValueError(f"max_tokens must be at least 1, got {shorten(self.max_tokens)}")
         _require_int("min_tokens", self.min_tokens)
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
             raise ValueError(
@@ -108,6 +108,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for name, low, high in _FLOAT_RANGES:
             _require_float(name, getattr(self, name), low, high)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {shorten(value)}")
+        _require_int("top_k", self.top_k)
         if self.top_k < -1:
             raise ValueError(f"top_k must be -1 or 0 (off) or at least 1, got {shorten(self.top_k)}")
         if not self.top_p > 0:
@@ -128,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _validate_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         _require_list("shown_special_ids", self.shown_special_ids, MAX_STOP_TOKEN_IDS)
         _validate_token_ids("shown_special_ids", self.shown_special_ids, vocab_size)
+        if not isinstance(self.logit_bias, dict):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {shorten(self.logit_bias)}")
         _require_list("logit_bias", list(self.logit_bias), MAX_LOGIT_BIASES)
         _validate_token_ids("logit_bias", list(self.logit_bias), vocab_size)
         for bias in self.logit_bias.values():

@@ -194,6 +194,10 @@ def test_a_bad_prompt_is_named_and_nothing_is_queued(llm: LLM, prompts: Any, mes
         ({"stop": "abc"}, "stop must be a list"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
         ({"stop_token_ids": [49152]}, "stop_token_ids"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
+        ({"ignore_eos": "no"}, "ignore_eos must be true or false, got 'no'"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens must be true or false, got 0"),
+        ({"top_k": 1.5}, "top_k must be an integer"),
     ],
 )
 def test_a_bad_sampling_parameter_is_named(llm: LLM, fields: dict[str, Any], name: str) -> None:
