@@ -69,12 +69,15 @@ class Comparison:
 def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable[[str], object] = print) -> bool:
     """Compare `config.model` with transformers, report line by line, and return whether all is equal.
 
-    Raises what loading the model raises, and ValueError if `max_tokens` is below 1.
+    Raises what loading the model raises, and ValueError if `max_tokens` is below 1 or leaves no room for a prompt.
     """
     source = resolve_model(config.model, source=config.model_source, revision=config.revision)
+    context_length = config.context_length or load_model_config(source).context_length
+    longest = context_length - max_tokens  # small models take beginnings of long prompts
+    if longest < 1:
+        raise ValueError(f"max_tokens must be below the context length {context_length}, got {max_tokens}")
     tokenizer = load_tokenizer(source)
     equal = _tokenizers_agree(source, tokenizer, report)
-    longest = load_model_config(source).context_length - max_tokens  # small models take beginnings of long prompts
     prompts = {name: tokenizer.encode(text)[:longest] for name, text in PROMPTS.items()}
     for comparison in compare(config, source, prompts, max_tokens):
         equal &= comparison.first_difference is None

@@ -85,6 +85,13 @@ def test_a_gguf_file_of_a_mixture_equals_transformers_with_our_weights(
     assert verify_model(config_of(checkpoint), max_tokens=6, report=lambda line: None)
 
 
+def test_prompts_leave_room_in_a_short_context(write_checkpoint: Callable[..., Any]) -> None:
+    config = config_of(write_checkpoint("llama")).replace(context_length=64)
+    assert verify_model(config, max_tokens=6, report=lambda line: None)
+    with pytest.raises(ValueError, match="max_tokens must be below the context length 64, got 64"):
+        verify_model(config, max_tokens=64)
+
+
 def test_other_weights_are_found_out(write_checkpoint: Callable[..., Any]) -> None:
     ours, other = write_checkpoint("llama", seed=0), write_checkpoint("llama", seed=1)
     [comparison] = compare(config_of(ours), other.source, {"prompt": [5, 6, 7]}, 6)
