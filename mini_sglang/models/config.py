@@ -158,7 +158,7 @@ def _qwen2_window(config: Mapping[str, Any]) -> int | None:
 
     Without the key transformers takes 28.
     """
-    slides = _optional(config, "max_window_layers", 28) < _size(config, "num_hidden_layers")
+    slides = _size(config, "max_window_layers", 28, least=0) < _size(config, "num_hidden_layers")
     _refuse_window(config, slides=slides)
     return None
 
@@ -218,7 +218,8 @@ def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
     # transformers wrote "num_experts" before version 5
     number = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     step, layers = _size(config, "decoder_sparse_step", 1), _size(config, "num_hidden_layers")
-    dense = {layer for layer in range(layers) if (layer + 1) % step} | set(_list(config, "mlp_only_layers"))
+    named = _integers("mlp_only_layers", _list(config, "mlp_only_layers"))
+    dense = {layer for layer in range(layers) if (layer + 1) % step}.union(named)
     return ExpertsConfig(
         num_experts=_size(config, number, 128),
         experts_per_token=_size(config, "num_experts_per_tok", 8),
@@ -281,8 +282,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"hidden_act {activation!r} is not supported; only 'silu' is")
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
         raise ValueError(
             f"quantization_config (quant_method {method!r}) is not supported; "
             "use an unquantised checkpoint or a GGUF file"
@@ -311,10 +312,8 @@ def _rope(config: Mapping[str, Any], trained_length: int, default_theta: float) 
     if kind not in _ROPE_READERS:
         supported = ", ".join(["default", *_ROPE_READERS])
         raise ValueError(f"{key} of type {kind!r} is not supported; supported are {supported}")
-    original = _optional(
-        config, "original_max_position_embeddings", rope.get("original_max_position_embeddings") or trained_length
-    )
-    return theta, _ROPE_READERS[kind](rope, original, trained_length)
+    key = "original_max_position_embeddings"
+    return theta, _ROPE_READERS[kind](rope, _size(config, key, _size(rope, key, trained_length)), trained_length)
 
 
 def _read_linear(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
@@ -341,14 +340,15 @@ def _read_yarn(rope: Mapping[str, Any], original: int, trained_length: int) -> R
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if attention_factor is None and mscale and mscale_all_dim:
-        attention_factor = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+        magnitude = _yarn_magnitude(factor, _number("mscale", mscale))
+        attention_factor = magnitude / _yarn_magnitude(factor, _number("mscale_all_dim", mscale_all_dim))
     return RopeScaling(
         kind="yarn",
         factor=factor,
         original_context_length=original,
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
+        beta_fast=_number("beta_fast", rope.get("beta_fast") or 32.0),
+        beta_slow=_number("beta_slow", rope.get("beta_slow") or 1.0),
+        attention_factor=None if attention_factor is None else _number("attention_factor", attention_factor),
     )
 
 
@@ -379,7 +379,7 @@ def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
     """The `eos_token_id` of a config.json or generation_config.json, which is an id, a list of ids, or absent."""
     value = config.get("eos_token_id")
     values = value if isinstance(value, (list, tuple)) else [value]
-    return frozenset(int(token_id) for token_id in values if token_id is not None)
+    return frozenset(_integers("eos_token_id", [token_id for token_id in values if token_id is not None]))
 
 
 def _first_id(value: Any) -> int | None:
@@ -389,15 +389,15 @@ def _first_id(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer; without a default it must be there."""
+def _size(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """An integer of at least `least`; without a default it must be there."""
     value = config.get(key)
     if value is None:
         value = default
     if value is None:
         raise ValueError(f"config.json has no {key!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {key!r} must be an integer of at least 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"config.json: {key!r} must be an integer of at least {least}, got {value!r}")
     return value
 
 
@@ -419,6 +419,13 @@ def _list(config: Mapping[str, Any], key: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"config.json: {key!r} must be a list, got {value!r}")
     return value
+
+
+def _integers(key: str, values: list[Any]) -> list[int]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{key!r} must hold integers, got {value!r}")
+    return values
 
 
 def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:

@@ -127,7 +127,9 @@ class _HeaderReader:
             if item_kind in _SCALARS:
                 item = np.dtype(_SCALARS[item_kind])
                 return np.frombuffer(self._bytes(length * item.itemsize), item).tolist()
-            return [self._value(item_kind) for _ in range(length)]
+            if item_kind is GGUFValueType.ARRAY:
+                raise ValueError(f"{self._path}: arrays of arrays in the metadata are not supported")
+            return [self._string() for _ in range(length)]
         scalar = np.dtype(_SCALARS[kind])
         return np.frombuffer(self._bytes(scalar.itemsize), scalar)[0].item()
 

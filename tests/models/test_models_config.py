@@ -89,6 +89,10 @@ QWEN_3_MOE: dict[str, Any] = {
 LLAMA3_SCALING = RopeScaling(kind="llama3", factor=8.0, original_context_length=8192)
 
 
+def yarn(**settings: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"type": "yarn", "factor": 2.0, **settings}}
+
+
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
@@ -206,6 +210,7 @@ def test_a_window_counts_where_the_family_has_one() -> None:
         ({"use_sliding_window": True, "sliding_window": -1}, "'sliding_window' must be an integer of at least 1"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"mlp_only_layers": 3}, "'mlp_only_layers' must be a list, got 3"),
+        ({"mlp_only_layers": [[3]]}, "'mlp_only_layers' must hold integers, got [3]"),
     ],
 )
 def test_a_mixture_that_does_not_fit_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -295,6 +300,16 @@ def test_end_tokens_of_both_configs_count() -> None:
             "low_freq_factor must be below high_freq_factor, got 4.0 and 4.0",
         ),
         ({"layer_types": 5}, "'layer_types' must be a list, got 5"),
+        ({"eos_token_id": {"a": 1}}, "'eos_token_id' must hold integers, got {'a': 1}"),
+        ({"eos_token_id": [2, [3]]}, "'eos_token_id' must hold integers, got [3]"),
+        ({"max_window_layers": "all"}, "'max_window_layers' must be an integer of at least 0, got 'all'"),
+        ({"quantization_config": 4}, "quantization_config (quant_method 'unknown') is not supported"),
+        ({"original_max_position_embeddings": "8k", **yarn()}, "'original_max_position_embeddings' must be an integer"),
+        (yarn(original_max_position_embeddings="8k"), "'original_max_position_embeddings' must be an integer"),
+        (yarn(attention_factor=[]), "'attention_factor' must be a finite number above 0, got []"),
+        (yarn(beta_fast=[32]), "'beta_fast' must be a finite number above 0, got [32]"),
+        (yarn(beta_slow="slow"), "'beta_slow' must be a finite number above 0, got 'slow'"),
+        (yarn(mscale="1", mscale_all_dim=1), "'mscale' must be a finite number above 0, got '1'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

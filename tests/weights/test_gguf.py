@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,14 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             GGUFFile(path)
+
+
+def test_arrays_of_arrays_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    array = struct.pack("<IQ", gguf.GGUFValueType.ARRAY, 1)  # of arrays, of which there is one
+    path.write_bytes(struct.pack("<4sIQQQ1sI", b"GGUF", 3, 0, 1, 1, b"k", gguf.GGUFValueType.ARRAY) + array * 3000)
+    with pytest.raises(ValueError, match=r"x\.gguf: arrays of arrays"):
+        GGUFFile(path)
 
 
 def test_an_olmo_3_is_not_taken_for_an_olmo_2(write_gguf: Callable[..., Any]) -> None:
