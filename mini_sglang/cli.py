@@ -105,7 +105,8 @@ def generate(options: argparse.Namespace) -> int:
         else:
             print()
     if output.error is not None:
-        raise ValueError(output.error)
+        print(f"mini-sglang: error: {output.error}", file=sys.stderr)
+        return FAILED
     return 0
 
 

@@ -15,6 +15,7 @@ import pytest
 from mini_sglang.cli import main
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.execution import worker
+from mini_sglang.execution.executor import Executor
 
 TINY = ["--dtype", "float32", "--num-pages", "16", "--num-threads", "1"]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos"]
@@ -96,6 +97,17 @@ def test_generate_prints_the_text_and_as_json_all_of_it(tiny_model: Path, capsys
     assert text == answer["text"] + "\n"
     assert (answer["prompt"], len(answer["token_ids"]), answer["finish_reason"]) == ("Once upon", 5, "length")
     assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_generate_fails_with_status_1_where_a_step_fails(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no memory for this step")
+
+    monkeypatch.setattr(Executor, "launch", fail)
+    assert run(["generate", str(tiny_model), "-p", "a", *TINY]) == 1
+    assert capsys.readouterr().err.endswith("mini-sglang: error: MemoryError: no memory for this step\n")
 
 
 def test_generate_refuses_an_empty_prompt(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
