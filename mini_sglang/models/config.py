@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -73,8 +71,6 @@ class ModelConfig:
     sliding_window: int | None = None  # every layer's tokens see so many positions, their own included; None: all
     unrotated_layers: frozenset[int] = frozenset()  # attend without positions (SmolLM3)
     experts: ExpertsConfig | None = None  # None: every layer has one MLP
-    dtype: str = "float32"  # of the checkpoint: "float32" | "bfloat16" | "float16"
-    bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -88,15 +84,10 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, got {self.sliding_window}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read a Hugging Face config.json (and generation_config.json, whose end tokens count too).
-
-        Raises ValueError for a model type or a setting that is not supported, naming it.
-        """
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face config.json. ValueError for a model type or setting that is not supported, naming it."""
         family = _family(config)
         _refuse_unsupported(config, family)
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
@@ -123,9 +114,7 @@ class ModelConfig:
             sliding_window=family.sliding_window(config),
             unrotated_layers=family.unrotated_layers(config),
             experts=family.experts(config),
-            dtype=_dtype(config),
-            bos_token_id=_first_id(config.get("bos_token_id")),
-            eos_token_ids=eos_token_ids(config) | eos_token_ids(generation_config or {}),
+            eos_token_ids=eos_token_ids(config),
         )
 
 
@@ -370,23 +359,11 @@ def stretched_length(trained_length: int, scaling: RopeScaling | None) -> int:
     return max(trained_length, int(scaling.original_context_length * scaling.factor))
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return name.removeprefix("torch.")
-
-
 def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
     """The `eos_token_id` of a config.json or generation_config.json, which is an id, a list of ids, or absent."""
     value = config.get("eos_token_id")
     values = value if isinstance(value, (list, tuple)) else [value]
     return frozenset(_integers("eos_token_id", [token_id for token_id in values if token_id is not None]))
-
-
-def _first_id(value: Any) -> int | None:
-    """Some configs list several begin tokens; the first is the one that is prepended."""
-    if isinstance(value, (list, tuple)):
-        value = value[0] if value else None
-    return None if value is None else int(value)
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGMLQuantizationType
 
 from mini_sglang.models.config import ExpertsConfig, ModelConfig, RopeScaling, eos_token_ids, stretched_length
 from mini_sglang.weights.gguf_file import GGUFFile
@@ -137,8 +136,6 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         # every fourth, which no metadata say: llama.cpp has it in its code
         unrotated_layers=frozenset(range(3, num_layers, 4)) if architecture == "smollm3" else frozenset(),
         experts=experts,
-        dtype=_dtype(file),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=gguf_end_token_ids(file.metadata),
     )
 
@@ -185,15 +182,6 @@ def _experts(keys: _Keys) -> ExpertsConfig:
 def _as_written(value: float) -> float:
     """The shortest decimal that gives this float32: metadata hold 1e-5 as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _dtype(file: GGUFFile) -> str:
-    """The type of most of the weights; quantised ones hold nothing that bfloat16 models are not used to lose."""
-    sizes: dict[GGMLQuantizationType, int] = {}
-    for tensor in file.tensors.values():
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.num_bytes
-    most = max(sizes, key=lambda kind: sizes[kind], default=GGMLQuantizationType.F32)
-    return {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(most, "bfloat16")
 
 
 def gguf_end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:

@@ -30,8 +30,6 @@ def test_builtin_model(builtin_model: ModelSource) -> None:
         rms_norm_eps=1e-5,
         rope_theta=100000.0,
         tie_word_embeddings=True,
-        dtype="bfloat16",
-        bos_token_id=1,
         eos_token_ids=frozenset({0, 2}),  # <|im_end|>, and <|endoftext|>, which ends a document
     )
 
