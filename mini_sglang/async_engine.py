@@ -121,8 +121,8 @@ class _Stream:
 class AsyncEngine:
     """The engine, as the API process sees it. Make one with `await AsyncEngine.start(config)`.
 
-    All methods belong to the event loop that called `start`. Raises EngineDeadError, from any method and any running
-    `generate`, once the engine process has ended.
+    All methods belong to the event loop that called `start`. What waits for an answer of the engine, or asks for one,
+    raises EngineDeadError once its process has ended; `abort` and `request_ids` then know no request.
     """
 
     def __init__(
@@ -219,10 +219,6 @@ class AsyncEngine:
         """The requests under way, oldest first."""
         return [stream.request_id for stream in self._streams.values()]
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._streams)
-
     def abort(self, request_id: str) -> bool:
         """End the requests with this id; their consumers get a last output with reason ABORT. False: there is none."""
         found = [wire_id for wire_id, stream in self._streams.items() if stream.request_id == request_id]
@@ -235,13 +231,13 @@ class AsyncEngine:
         """Make one round trip through the engine loop. Raises TimeoutError after `timeout` seconds."""
         await self._call(Ping, Pong, timeout)
 
-    async def stats(self, timeout: float = CALL_TIMEOUT_S) -> SchedulerStats:
+    async def stats(self) -> SchedulerStats:
         """The engine's counters at this moment. Raises TimeoutError."""
-        return (await self._call(GetStats, Stats, timeout)).stats
+        return (await self._call(GetStats, Stats, CALL_TIMEOUT_S)).stats
 
-    async def flush_cache(self, timeout: float = CALL_TIMEOUT_S) -> int:
+    async def flush_cache(self) -> int:
         """Drop the cached pages that no request uses; returns how many. Raises TimeoutError."""
-        return (await self._call(FlushCache, CacheFlushed, timeout)).num_pages
+        return (await self._call(FlushCache, CacheFlushed, CALL_TIMEOUT_S)).num_pages
 
     async def start_trace(self, num_steps: int | None = None) -> None:
         """Trace the engine process until `stop_trace`, or for `num_steps` steps.

@@ -60,12 +60,6 @@ class Tokenizer:
         return -(-num_bytes // self._bytes_per_token)
 
     @property
-    def bos_token_id(self) -> int | None:
-        """The begin token, if the model has one; `encode` adds it only where the model was trained so."""
-        token_id: int | None = self._tokenizer.bos_token_id
-        return token_id
-
-    @property
     def role_tokens(self) -> dict[str, str | None]:
         """The texts of the tokens with a role, under transformers' names of them; None for a role without one."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -54,7 +54,6 @@ class Comparison:
     """One prompt's greedy continuation by both, and transformers' margin (logits, best minus second) at each token."""
 
     name: str
-    prompt_ids: list[int]
     our_ids: list[int]
     their_ids: list[int]
     margins: list[float]
@@ -101,7 +100,7 @@ def compare(
     comparisons = []
     for (name, prompt_ids), our_ids in zip(prompts.items(), ours, strict=True):
         their_ids, margins = reference_greedy(model, prompt_ids, max_tokens)
-        comparisons.append(Comparison(name, prompt_ids, our_ids, their_ids, margins))
+        comparisons.append(Comparison(name, our_ids, their_ids, margins))
     return comparisons
 
 

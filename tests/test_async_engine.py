@@ -72,7 +72,7 @@ async def finish(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
 
 async def idle(engine: AsyncEngine) -> None:
     """The engine holds nothing but its cache."""
-    assert engine.num_requests == 0
+    assert engine.request_ids == []
     stats = await engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
     assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
@@ -131,7 +131,7 @@ def test_leaving_early_aborts(engine: AsyncEngine, run: Run) -> None:
         async with aclosing(start(engine, PROMPT, ENDLESS)) as outputs:
             await anext(outputs)
         task = asyncio.create_task(finish(start(engine, PROMPT, ENDLESS)))
-        await until(lambda: engine.num_requests == 1)
+        await until(lambda: len(engine.request_ids) == 1)
         task.cancel()
         await asyncio.wait((task,))
         await idle(engine)
@@ -164,7 +164,7 @@ def test_a_slow_consumer_gets_everything_in_fewer_pieces(engine: AsyncEngine, ru
             tokens += output.new_token_ids
             texts.append(output.text_delta)
             if count == 2:
-                await until(lambda: engine.num_requests == 0)
+                await until(lambda: engine.request_ids == [])
         assert count < 6
         assert tokens == output.token_ids
         assert "".join(texts) == output.text
@@ -215,7 +215,7 @@ def test_prompt_and_answer_never_exceed_the_context(engine: AsyncEngine, run: Ru
 def test_calls_reach_the_engine_loop_while_it_works(engine: AsyncEngine, run: Run) -> None:
     async def scenario() -> None:
         task = asyncio.create_task(finish(start(engine, "A story:", SamplingParams(max_tokens=40, ignore_eos=True))))
-        await until(lambda: engine.num_requests == 1)
+        await until(lambda: len(engine.request_ids) == 1)
         await engine.ping()
         stats = await engine.stats()
         assert stats.num_running + stats.num_waiting == 1
@@ -237,7 +237,7 @@ def test_an_engine_that_stops_answering_and_then_dies(run: Run, tmp_path: Path, 
     async def scenario() -> None:
         engine = await AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path), num_threads=1))
         running = asyncio.create_task(finish(start(engine, "a", ENDLESS)))
-        await until(lambda: engine.num_requests == 1)
+        await until(lambda: len(engine.request_ids) == 1)
         os.kill(engine.info.pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError, match=r"0\.2 s"):
             await engine.ping(timeout=0.2)
@@ -296,7 +296,7 @@ def test_closing_ends_the_process_even_a_stopped_one(
             engine = await AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path), num_threads=1))
             assert os.listdir(folder) == []  # the socket has no name any more
         running = asyncio.create_task(finish(start(engine, "a", ENDLESS)))
-        await until(lambda: engine.num_requests == 1)
+        await until(lambda: len(engine.request_ids) == 1)
         os.kill(engine.info.pid, signal.SIGINT)  # the parent's to decide: ignored
         await engine.ping()
         os.kill(engine.info.pid, signal.SIGSTOP)

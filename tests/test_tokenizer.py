@@ -54,7 +54,6 @@ class TestBuiltinModel:
         assert builtin.decode(case["output_ids_ignore_eos"], skip_special_tokens=False) == case["text"]
 
     def test_special_ids(self, builtin: Tokenizer) -> None:
-        assert builtin.bos_token_id == 1
         assert builtin.eos_token_ids == {0, 2}
         assert builtin.special_token_ids == set(range(17))
         assert builtin.vocab_size == 49152

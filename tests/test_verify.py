@@ -111,6 +111,6 @@ def test_other_weights_fail_the_whole_verification(
 
 
 def test_the_first_difference_is_the_first() -> None:
-    comparison = Comparison("p", [1], [5, 6, 7, 8], [5, 6, 9, 9], [0.1, 0.2, 0.3, 0.4])
+    comparison = Comparison("p", [5, 6, 7, 8], [5, 6, 9, 9], [0.1, 0.2, 0.3, 0.4])
     assert comparison.first_difference == 2
-    assert Comparison("p", [1], [5], [5], [0.1]).first_difference is None
+    assert Comparison("p", [5], [5], [0.1]).first_difference is None

@@ -38,7 +38,6 @@ class KVPool:
         self.key_cells = [layer[0].flatten(0, 1) for layer in self.layers]
         self.value_cells = [layer[1].flatten(0, 1) for layer in self.layers]
         self.dtype = dtype
-        self.num_pages = num_pages
         self.page_size = page_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

@@ -19,6 +19,7 @@ from mini_sglang import __version__
 from mini_sglang.benchmark.roofline import Ceilings
 
 _WARM_UPS = 3
+_REPEATS = 15
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -46,13 +47,13 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     return Ceilings(2 * source.nbytes / copying, 2 * size**3 / multiplying)
 
 
-def seconds_per_call(work: Callable[[], object], device: torch.device, repeats: int = 15) -> float:
+def seconds_per_call(work: Callable[[], object], device: torch.device) -> float:
     """The median time of `work`: on a GPU between events in its stream, else by the clock."""
     for _ in range(_WARM_UPS):
         work()
     if device.type != "cuda":
-        return statistics.median(_clock(work) for _ in range(repeats))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        return statistics.median(_clock(work) for _ in range(_REPEATS))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
     events[0].record()
     for event in events[1:]:
         work()

@@ -59,10 +59,6 @@ class Traffic:
     def num_bytes(self) -> int:
         return self.weight_bytes + self.kv_read_bytes + self.kv_written_bytes
 
-    @property
-    def flops(self) -> int:
-        return self.prompt_flops + self.decode_flops
-
     def floor_seconds(self, ceilings: Ceilings) -> float:
         """The least time: all bytes at the rate of a copy, then the prompts' products at the rate of a large one.
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from mini_sglang.benchmark.load_generator import Load, Outcome
 
-LATENCIES = ("ttft", "itl", "tpot", "e2e")  # ms
-
 
 @dataclass(frozen=True)
 class Distribution:

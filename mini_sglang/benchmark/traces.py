@@ -37,7 +37,6 @@ class TraceRow:
     block_size: int  # tokens
     chat_id: int | None = None
     parent_chat_id: int | None = None  # the turn of the same conversation before this one
-    turn: int = 1
 
     def scaled(self, factor: float) -> TraceRow:
         """The same request with lengths times about `factor`, and the same blocks equal.
@@ -88,8 +87,8 @@ def read_trace(path: Path, format: TraceFormat | None = None) -> list[TraceRow]:
     """The requests of a trace in the order of their arrival. Without `format` the file tells it.
 
     mooncake: JSONL with `timestamp` (ms), `input_length`, `output_length` and one of `hash_ids` per 512 tokens.
-    bailian: JSONL with `timestamp` (s), the same lengths, `hash_ids` per 16 tokens, `chat_id`, `parent_chat_id`
-    (-1: none) and `turn`.
+    bailian: JSONL with `timestamp` (s), the same lengths, `hash_ids` per 16 tokens, `chat_id` and `parent_chat_id`
+    (-1: none).
     azure: CSV with TIMESTAMP, ContextTokens and GeneratedTokens.
     Raises ValueError that names file and line for what cannot be read.
     """
@@ -122,7 +121,6 @@ class _MooncakeLine(msgspec.Struct):
 class _BailianLine(_MooncakeLine):
     chat_id: int | None = None
     parent_chat_id: int = -1
-    turn: int = 1
 
 
 def _read_mooncake(path: Path) -> Iterator[TraceRow]:
@@ -136,7 +134,7 @@ def _read_bailian(path: Path) -> Iterator[TraceRow]:
     for number, line in _json_lines(path, _BailianLine):
         row = blocks.row(f"{path}:{number}", line.timestamp, line.input_length, line.output_length, line.hash_ids)
         parent = None if line.parent_chat_id < 0 else line.parent_chat_id
-        yield replace(row, chat_id=line.chat_id, parent_chat_id=parent, turn=line.turn)
+        yield replace(row, chat_id=line.chat_id, parent_chat_id=parent)
 
 
 def _read_azure(path: Path) -> Iterator[TraceRow]:

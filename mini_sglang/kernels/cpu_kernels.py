@@ -26,7 +26,6 @@ from mini_sglang.kernels.base import KVCells, Rotation, TorchExperts, TorchKerne
 from mini_sglang.kernels.cpu_threads import SharedWork, next_share
 
 FEW_ROWS = 32  # computed by one thread
-DTYPES = (torch.float32, torch.bfloat16)
 
 _SHARE = 8  # rows that a thread takes at a time
 

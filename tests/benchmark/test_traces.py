@@ -41,8 +41,8 @@ def test_bailian_counts_seconds_and_blocks_of_16_and_knows_conversations(write: 
             "type": "text", "turn": 1, "hash_ids": [8, 9]}  # fmt: skip
     turn = {**root, "chat_id": 160, "parent_chat_id": 159, "timestamp": 63.0, "turn": 2, "hash_ids": [8, 9, 10]}
     first, second = read_trace(write("trace.jsonl", [root, turn]))
-    assert first == TraceRow(0.0, 40, 3, (8, 9, -1), 16, chat_id=159, parent_chat_id=None, turn=1)
-    assert second == TraceRow(1.5, 40, 3, (8, 9, 10), 16, chat_id=160, parent_chat_id=159, turn=2)
+    assert first == TraceRow(0.0, 40, 3, (8, 9, -1), 16, chat_id=159, parent_chat_id=None)
+    assert second == TraceRow(1.5, 40, 3, (8, 9, 10), 16, chat_id=160, parent_chat_id=159)
 
 
 def test_azure_has_no_equal_blocks(write: Write) -> None:
