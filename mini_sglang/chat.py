@@ -1,7 +1,8 @@
 """The interactive shell: one conversation in the terminal, each answer streamed.
 
 `Conversation` keeps the messages and asks the model; `run_shell` is the terminal around it. Every turn sends the whole
-conversation, whose beginning the engine finds in its prefix cache. It knows `LLM` and nothing below it.
+conversation, whose beginning the engine finds in its prefix cache. It knows `LLM`, and of the engine its settings and
+counters.
 """
 
 from __future__ import annotations

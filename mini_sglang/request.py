@@ -24,7 +24,7 @@ MAX_GRAMMAR_CHOICES = 4096
 
 
 class FinishReason(str, enum.Enum):
-    """Why a request ended. `STOP` and `LENGTH` are what OpenAI clients see; the other two mean there is no answer."""
+    """Why a request ended. An answer that was aborted is what there is of it; with `ERROR` there is none."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -43,9 +43,9 @@ class RequestStatus(enum.Enum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen and when to stop.
 
-    Per row the sampler applies, in this order: `logit_bias` and `allowed_token_ids`, then the repetition, presence and
-    frequency penalties, `temperature`, `top_k`, `top_p`, `min_p`, and draws with a random number that depends on
-    (`seed`, position) alone. `temperature=0` is greedy.
+    Per row the sampler applies, in this order: `logit_bias` and `allowed_token_ids`, the grammar, the repetition,
+    presence and frequency penalties, `min_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, and draws with a random
+    number that depends on (`seed`, position) alone. `temperature=0` is greedy.
 
     At most one of `response_format`, `regex`, `ebnf`, `choice` and `tool_grammar` says what an answer must look like;
     tokens that do not fit are then not drawn, and the answer ends where its grammar does.

@@ -1,10 +1,11 @@
 """From logits to tokens, for all rows at once and each row as if it were alone.
 
-Order per row: logit bias and allowed tokens, penalties, temperature, top-k, top-p, min-p, draw. Of equal logits the
-smaller token id counts as the more likely, so what a filter keeps depends on the row alone. The draw is a race
-(Gumbel-max): each token's noise is a hash of (seed, position, token), so a request samples the same tokens in any
-batch, chunked, cached or resumed. Inverting the cumulative distribution would cost less, but there the rounding of one
-logit moves the borders of all tokens behind it; in a race it matters only where two tokens finish side by side.
+Order per row: logit bias and allowed tokens, the grammar's mask, penalties, ends held back by `min_tokens`,
+temperature, top-k, top-p, min-p, draw. Of equal logits the smaller token id counts as the more likely, so what a
+filter keeps depends on the row alone. The draw is a race (Gumbel-max): each token's noise is a hash of (seed,
+position, token), so a request samples the same tokens in any batch, chunked, cached or resumed. Inverting the
+cumulative distribution would cost less, but there the rounding of one logit moves the borders of all tokens behind it;
+in a race it matters only where two tokens finish side by side.
 Greedy rows take the argmax. Log-probabilities are of the model's distribution, before any of this.
 """
 
