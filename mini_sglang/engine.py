@@ -70,8 +70,6 @@ class Engine:
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             bad = next(i for i in prompt_ids if not 0 <= i < vocab_size)
             raise ValueError(f"prompt token ids must be between 0 and {vocab_size - 1}, got {bad}")
-        if request_id in self._masks:
-            raise ValueError(f"request_id {request_id!r} is in use by a request that has not ended")
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         request = Request(
             request_id=request_id,
