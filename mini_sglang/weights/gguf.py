@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 
 from mini_sglang.models.config import ModelConfig
 from mini_sglang.weights.gguf_file import GGUFFile, TensorInfo
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError
+from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, listed
 
 _TYPES = GGMLQuantizationType
 SUPPORTED_TYPES = frozenset(
@@ -72,7 +72,7 @@ def open_gguf(file: GGUFFile, config: ModelConfig) -> dict[str, CheckpointTensor
     if refused:
         supported = ", ".join(sorted(kind.name for kind in SUPPORTED_TYPES))
         raise WeightsError(
-            f"{file.path}: quantisation of {len(refused)} tensors is not supported: {_some(refused)}; "
+            f"{file.path}: quantisation of {len(refused)} tensors is not supported: {listed(refused)}; "
             f"supported are {supported}"
         )
     permuted = _permuted_heads(config)
@@ -182,8 +182,3 @@ def _permuted_heads(config: ModelConfig) -> Mapping[str, int]:
 
 def _module(name: str) -> str:
     return name.split(".")[-2] if "." in name else name
-
-
-def _some(items: list[str], limit: int = 5) -> str:
-    rest = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + rest

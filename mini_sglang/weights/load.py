@@ -19,7 +19,7 @@ from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.safetensors import open_safetensors
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot
+from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot, listed
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MAX_LISTED = 20  # names per kind of problem in an error message
@@ -93,19 +93,14 @@ def _match(
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     if any(problems.values()):
-        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
-        raise WeightsError(f"the tensors in {where} do not fit the model: {listed}")
+        found = [f"{len(names)} {kind}: {listed(names, _MAX_LISTED)}" for kind, names in problems.items() if names]
+        raise WeightsError(f"the tensors in {where} do not fit the model: {'; '.join(found)}")
     return [(tensors[source_names[name]], slot) for name, slot in slots.items()]
 
 
 def _is_ignored(name: str, tied: bool) -> bool:
     """Rotary buffers, which old checkpoints carry, and the copy of the embedding in tied ones."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
-
-
-def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + rest
 
 
 def _fill(plan: Iterable[tuple[CheckpointTensor, WeightSlot]], title: str, show_progress: bool) -> None:

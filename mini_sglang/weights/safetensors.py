@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError
+from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, listed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -34,8 +34,7 @@ def open_safetensors(folder: Path) -> dict[str, CheckpointTensor]:
         except SafetensorError as error:
             raise WeightsError(f"{path} cannot be read (is it cut short?): {error}") from error
     if refused:
-        rest = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {', '.join(refused[:5])}{rest}")
+        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {listed(refused)}")
     return tensors
 
 

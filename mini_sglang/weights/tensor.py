@@ -47,3 +47,9 @@ class WeightSlot:
 
 class WeightsError(ValueError):
     """A checkpoint whose tensors do not fit the model or cannot be read; the message lists them."""
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """The first of some names, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
