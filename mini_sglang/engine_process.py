@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 
 import msgspec
@@ -16,7 +15,7 @@ import zmq
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.lifetime import die_with_parent
+from mini_sglang.lifetime import die_with_parent, leave_signals_to_parent
 from mini_sglang.messages import (
     AbortRequest,
     AddRequest,
@@ -50,8 +49,7 @@ _LINGER_MS = 1000  # time for the last message to leave when the process ends
 def main(address: str, parent_pid: int) -> int:
     """Serve one engine until Shutdown, the parent's end or a fatal error; returns the exit status."""
     die_with_parent()
-    for ending in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides what they mean
-        signal.signal(ending, signal.SIG_IGN)
+    leave_signals_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     context = zmq.Context()

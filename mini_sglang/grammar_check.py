@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from mini_sglang.lifetime import leave_signals_to_parent
 from mini_sglang.request import SamplingParams
 from mini_sglang.structured_output import GrammarCompiler, Vocabulary, error_field, grammar_key, grammar_only
 
@@ -136,8 +137,7 @@ async def _kill(child: asyncio.subprocess.Process) -> None:
 
 def main() -> int:
     """The child: serves until its parent closes the pipe."""
-    for ending in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides what they mean
-        signal.signal(ending, signal.SIG_IGN)
+    leave_signals_to_parent()
     vocabulary = _receive()
     if vocabulary is None:
         return 1

@@ -1,4 +1,4 @@
-"""A process that must not outlive the one that started it."""
+"""A process whose end is the business of the one that started it."""
 
 from __future__ import annotations
 
@@ -16,3 +16,9 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore SIGINT and SIGTERM, which may reach the whole group: the parent decides what they mean."""
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_IGN)

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "grammar_ending": set(),
     "structured_output": {"grammar_ending", "request", "tokenizer"},
     "grammar_masks": {"structured_output", "request"},
-    "grammar_check": {"structured_output", "request"},
+    "grammar_check": {"lifetime", "structured_output", "request"},
     "detokenizer": {"tokenizer"},
     "output_processor": {"tokenizer", "detokenizer", "request"},
     "engine": {
@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights.hub",
     },
     "messages": {"request", "config", "scheduling"},
-    "engine_process": {"engine", "lifetime", "messages", "config", "request", "scheduling"},
+    "engine_process": {"engine", "lifetime", "messages", "config"},
     "async_engine": {
         "messages",
         "config",
@@ -73,9 +73,9 @@ ALLOWED: dict[str, set[str]] = {
         "grammar_check",
         "structured_output",
     },
-    "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub", "scheduling"},
-    "verify": {"llm", "config", "request", "models", "layers", "tokenizer", "weights"},
-    "chat": {"llm", "engine", "config", "request", "output_processor", "tokenizer"},
+    "llm": {"engine", "config", "request", "output_processor", "tokenizer", "weights.hub"},
+    "verify": {"llm", "config", "request", "models", "tokenizer", "weights"},
+    "chat": {"llm", "request"},
     "benchmark": {
         "engine",
         "scheduling",
@@ -93,7 +93,6 @@ ALLOWED: dict[str, set[str]] = {
         "async_engine",
         "config",
         "request",
-        "output_processor",
         "structured_output",
         "tokenizer",
         "messages",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ from mini_sglang.execution.ranks import (
     encode_report,
     new_context,
 )
-from mini_sglang.lifetime import die_with_parent
+from mini_sglang.lifetime import die_with_parent, leave_signals_to_parent
 from mini_sglang.parallel import CollectiveError
 from mini_sglang.scheduling.batch import NO_DECODES
 
@@ -40,8 +39,7 @@ _WAIT_FOR_THE_END_S = 60.0
 def main() -> int:
     """Be one rank, in a process of its own; returns the exit status."""
     die_with_parent()
-    for ending in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; rank 0 decides what they mean
-        signal.signal(ending, signal.SIG_IGN)
+    leave_signals_to_parent()
     assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {assignment.rank}: %(message)s")
     threading.Thread(target=_leave_with_parent, daemon=True).start()
