@@ -102,6 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if self.max_tokens < 1:
                 raise ValueError(f"max_tokens must be at least 1, got {shorten(self.max_tokens)}")
         _require_int("min_tokens", self.min_tokens)
+        if self.min_tokens >= 2**63:  # which cannot be sent to the engine
+            raise ValueError(f"min_tokens must fit in 64 bits, got {shorten(self.min_tokens)}")
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
             raise ValueError(
                 f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {shorten(self.min_tokens)}"

@@ -206,17 +206,18 @@ class CompletionFormat:
         if echo is not None:
             text = echo.text + text
             if logprobs is not None:
-                self._add_prompt(logprobs, offset, echo, output.prompt_logprobs or [])
+                self._add_prompt(logprobs, offset, echo, output.prompt_logprobs)
         if logprobs is not None:
             for entry in entries or ():
                 self._add(logprobs, offset, entry)
         return {"index": index, "text": text, "logprobs": logprobs, **_ending(output)}
 
     def _add_prompt(
-        self, logprobs: Json, offset: _TextOffset, echo: EchoedPrompt, entries: list[TokenLogprobs]
+        self, logprobs: Json, offset: _TextOffset, echo: EchoedPrompt, known: list[TokenLogprobs] | None
     ) -> None:
-        """The prompt's tokens. Of the first one no probability is known."""
-        for token_id, entry in zip(echo.token_ids, [None, *entries], strict=True):
+        """The prompt's tokens. Of the first one no probability is known, and of none where it was never computed."""
+        entries = [None] * len(echo.token_ids) if known is None else [None, *known]
+        for token_id, entry in zip(echo.token_ids, entries, strict=True):
             # special tokens that the tokenizer has added (a begin token) are not in the text
             is_hidden = token_id in self._tokenizer.special_token_ids and not offset.is_next(
                 self._tokenizer.token_bytes(token_id), echo.text

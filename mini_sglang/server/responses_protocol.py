@@ -5,6 +5,7 @@ The server keeps nothing between requests: what would need an earlier answer, or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,21 @@ from mini_sglang.server.protocol import (
     must_be_off,
     to_sampling_params,
 )
+
+_MAX_DEPTH = 100  # of what an answer repeats
+
+
+def _not_deep(value: Any) -> Any:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [*itertools.chain.from_iterable(inner)]
+    if level:
+        raise ValueError(f"must be nested at most {_MAX_DEPTH} deep")
+    return value
+
+
+RepeatedObject = Annotated[JsonObject, BeforeValidator(_not_deep)]
 
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
@@ -131,7 +147,7 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: RepeatedObject | None = None
     strict: bool | None = None
 
 
@@ -156,7 +172,7 @@ class SchemaFormat(Body):
     type: Literal["json_schema"]
     name: str
     description: str | None = None
-    json_schema: JsonObject = Field(alias="schema")
+    json_schema: RepeatedObject = Field(alias="schema")
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def canary(client: TestClient, engine: Any) -> Iterator[None]:
 
 
 SAMPLING: list[tuple[str, Any]] = [
+    ("min_tokens", 2**64),
     ("max_tokens", 0),
     ("max_tokens", -1),
     ("max_tokens", 1.5),

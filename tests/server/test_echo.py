@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 Json = dict[str, Any]
@@ -114,3 +117,24 @@ def test_a_real_engine_answers_as_transformers_cached_or_not(
         assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-3)
         best = [max(top.values()) for top in logprobs["top_logprobs"][1 : len(ids)]]
         assert best == pytest.approx(expected[: len(ids) - 1].amax(-1).tolist(), abs=1e-3)
+
+
+def test_an_abort_before_the_prompt_was_computed_leaves_its_tokens_without_probabilities(
+    make_app: Callable[..., FastAPI], engine: Any
+) -> None:
+    engine.pause_after = 0
+
+    async def scenario() -> None:
+        transport = httpx.ASGITransport(make_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"prompt": "Hello there", "echo": True, "logprobs": 1}
+            running = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not engine.running:
+                await asyncio.sleep(0.001)
+            aborted = await client.post("/abort", json={"request_id": engine.request_ids[0]})
+            assert aborted.json() == {"aborted": 1}
+            [choice] = (await running).json()["choices"]
+            assert (choice["finish_reason"], choice["text"]) == ("abort", "Hello there")
+            assert set(choice["logprobs"]["token_logprobs"]) == {None}
+
+    asyncio.run(scenario())

@@ -211,3 +211,12 @@ def test_items_of_one_answer_lose_no_thought() -> None:
 def test_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
     fields = {"store": False, "tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}}, "metadata": {}}
     assert create(client, **fields, include=["reasoning.encrypted_content"]).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_no_answer_could_repeat_are_refused(client: TestClient, stream: bool) -> None:
+    deep = json.loads('{"a":' * 300 + "1" + "}" * 300)
+    tool = {"type": "function", "name": "f", "parameters": deep}
+    response = client.post("/v1/responses", json={"input": "Hi", "stream": stream, "tools": [tool]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "tools.0.parameters must be nested at most 100 deep"
