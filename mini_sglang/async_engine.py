@@ -54,7 +54,7 @@ from mini_sglang.messages import (
 from mini_sglang.output_processor import OutputProcessor
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.scheduling.scheduler import SchedulerStats
-from mini_sglang.structured_output import Vocabulary, error_field
+from mini_sglang.structured_output import NO_END_TOKEN, Vocabulary, unsupported
 from mini_sglang.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 
@@ -193,8 +193,8 @@ class AsyncEngine:
         """
         self._check_alive()
         if params.is_constrained:
-            if not self.info.eos_token_ids:  # as the engine says it
-                raise ValueError(f"{error_field(params)} is not supported with this model: it has no end token")
+            if not self.info.eos_token_ids:
+                raise unsupported(params, NO_END_TOKEN)
             await self._grammars.check(params)
             self._check_alive()
         processor = OutputProcessor(self.tokenizer, request_id, len(prompt_ids), params)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mini_sglang.request import SamplingParams
-from mini_sglang.structured_output import GrammarCompiler, Matcher, error_field
+from mini_sglang.structured_output import GrammarCompiler, Matcher, error_field, unsupported
 
 PATIENCE_S = 0.002  # a mask takes microseconds; one that takes longer costs its request a step, and the others none
 
@@ -69,7 +69,7 @@ class GrammarMasks:
         try:
             compiler = loading.result()
         except (ValueError, OSError) as error:
-            raise ValueError(f"{error_field(params)} is not supported with this model: {error}") from error
+            raise unsupported(params, str(error)) from error
         return compiler.compile(params, max_tokens)
 
     def add(self, request_id: str, params: SamplingParams, max_tokens: int) -> None:

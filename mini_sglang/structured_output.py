@@ -22,6 +22,7 @@ from mini_sglang.request import SamplingParams, shorten
 if TYPE_CHECKING:  # importing transformers takes a second
     from mini_sglang.tokenizer import Tokenizer
 
+NO_END_TOKEN = "it has no end token"  # why a model supports no grammar
 _CACHED_GRAMMARS = 64
 # Between two things in JSON stands nothing, one space, or a newline and up to 16 spaces: a model that has lost its way
 # could go on with white space until its limit.
@@ -127,7 +128,7 @@ class GrammarCompiler:
         num_cached: int = _CACHED_GRAMMARS,
     ) -> None:
         if not vocabulary.eos_token_ids:
-            raise ValueError("it has no end token")
+            raise ValueError(NO_END_TOKEN)
         self._special = {vocabulary.tokens[token_id]: token_id for token_id in vocabulary.special_token_ids}
         wrapper = TokenizerWrapper(_TokenTable(vocabulary, encode or self._greedy))
         self._tokenizer = LLTokenizer(wrapper, eos_token=vocabulary.eos_token_ids)
@@ -195,6 +196,11 @@ def error_field(params: SamplingParams) -> str:
     if field is None:
         raise ValueError("the sampling parameters hold no grammar")
     return "tools" if field == "tool_grammar" else field
+
+
+def unsupported(params: SamplingParams, reason: str) -> ValueError:
+    """The error of a grammar with a model that supports none; `reason` is of the model."""
+    return ValueError(f"{error_field(params)} is not supported with this model: {reason}")
 
 
 def grammar_key(params: SamplingParams) -> bytes:

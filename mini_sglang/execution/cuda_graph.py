@@ -49,11 +49,10 @@ class StepGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, GraphStep]] = {}
         self._views: dict[tuple[int, int], GraphStep] = {}  # (size, rows) -> what a replay leaves of that many rows
         descending = sizes[::-1]  # the largest first: the others fit into its memory
+        prepare(descending[0])
+        step(descending[0])  # once outside of a capture, for what libraries set up on first use
         console = Console(stderr=True)
         for size in track(descending, f"Capturing {name} graphs", console=console, transient=True):
-            if size == descending[0]:  # once outside of a capture, for what libraries set up on first use
-                prepare(size)
-                step(size)
             graph = torch.cuda.CUDAGraph(keep_graph=size == 1)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):  # kernels may be loaded in it
                 outputs = step(size)

@@ -214,7 +214,8 @@ async def make_chat_job(
     with in_words(body.client_words):
         prompt_ids = await encode_messages(context, messages, template)
         plan = context.dialect.plan(template, messages, prompt_ids)
-        return make_job(context, job_id, [prompt_ids], plan.constrain(params), body, n, field="messages"), plan
+        constrained = plan.constrain(params)
+    return make_job(context, job_id, [prompt_ids], constrained, body, n, field="messages"), plan
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
