@@ -16,7 +16,7 @@ from typing import Literal
 from mini_sglang.profiler import Tracer
 from mini_sglang.request import FinishReason, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch
-from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.scheduler import LaunchedStep, Scheduler
 from mini_sglang.step_log import Arrived, Chunk, Ended, Header, Step, StepLog
 
 logger = logging.getLogger(__name__)
@@ -92,24 +92,25 @@ class EngineObserver:
         """`batch` is about to be launched, and is the last one that was scheduled."""
         if batch.new_rows and self._arrived_us:
             now = self.now_us()
-            for request_id in _admitted(batch, scheduler.latest_names().chunks):
+            for request_id in _admitted(scheduler.latest_step):
                 if (arrived := self._arrived_us.pop(request_id, None)) is not None:
                     self._queued_us[request_id] = now - arrived
         if self._log is not None or self.tracer is not None:
             self._unread[batch.step] = self._next
-            self._next.decodes, self._next.tokens = len(batch.decodes), batch.num_tokens
-        if self._log is not None:
-            self._describe(self._next, batch, scheduler)
+            self._describe(self._next, scheduler)
 
-    def _describe(self, step: Step, batch: ScheduledBatch, scheduler: Scheduler) -> None:
-        names, stats = scheduler.latest_names(), scheduler.stats()
-        step.decode_ids = names.decodes
-        if batch.chunks:
-            rows = zip(names.chunks, batch.chunks, strict=True)
-            step.chunks = [Chunk(name, row.start, row.count, row.samples) for name, row in rows]
-        if batch.new_rows:
-            step.admitted = _admitted(batch, names.chunks)
-        step.preempted = names.preempted
+    def _describe(self, step: Step, scheduler: Scheduler) -> None:
+        launched, stats = scheduler.latest_step, scheduler.stats()
+        new, decode_ids = {row.slot for row in launched.batch.new_rows}, []
+        for row, request in zip(launched.batch.rows, launched.requests, strict=True):
+            if row.count == 1 and row.samples and row.slot not in new:
+                decode_ids.append(request.request_id)
+            else:
+                step.chunks.append(Chunk(request.request_id, row.start, row.count, row.samples))
+        step.decodes, step.tokens = len(decode_ids), launched.batch.num_tokens
+        step.decode_ids = tuple(decode_ids)
+        step.admitted = _admitted(launched)
+        step.preempted = launched.preempted
         step.running, step.waiting = stats.num_running, stats.num_waiting
         step.free_pages, step.cached_pages = stats.num_free_pages, stats.num_cached_pages
         step.used_pages = stats.num_used_pages
@@ -121,7 +122,7 @@ class EngineObserver:
             return
         if self._log is not None:
             step.read_us, step.device_us, step.error = self.now_us(), device_us, error
-            if step.decode_ids is self._decode_ids:
+            if step.decode_ids == self._decode_ids:
                 step.decode_ids = None
             else:
                 self._decode_ids = step.decode_ids
@@ -188,9 +189,10 @@ class EngineObserver:
             self._log.close()
 
 
-def _admitted(batch: ScheduledBatch, chunk_names: list[str]) -> list[str]:
-    slots = {row.slot for row in batch.new_rows}
-    return [name for name, row in zip(chunk_names, batch.chunks, strict=True) if row.slot in slots]
+def _admitted(launched: LaunchedStep) -> list[str]:
+    slots = {row.slot for row in launched.batch.new_rows}
+    rows = zip(launched.requests, launched.batch.rows, strict=True)
+    return [request.request_id for request, row in rows if row.slot in slots]
 
 
 class _Phase:

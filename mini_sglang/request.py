@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,8 +266,7 @@ class Request:
     """One sequence being generated. The scheduler alone changes it after `Scheduler.add`.
 
     `num_computed_tokens` catches up with `num_tokens`: a prompt chunk, a prefix hit, a decode and a resumed request are
-    all "compute k more tokens". While a request decodes, its counters and `output_ids` are only brought up to date when
-    somebody needs them (`Scheduler.settle`).
+    all "compute k more tokens".
     """
 
     request_id: str
@@ -290,9 +289,12 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt_ids[1:], as far as steps were read
-    is_constrained: bool = False  # each token is drawn under a mask, which depends on the tokens before; set by add
+    is_constrained: bool = field(init=False)  # each token is drawn under a mask, which depends on the tokens before
     mask: bytes = b""  # one bit per token of the vocabulary, those that may be drawn, lowest bit first
     mask_position: int = 0  # of the token that `mask` is for
+
+    def __post_init__(self) -> None:
+        self.is_constrained = self.params.is_constrained
 
     @property
     def num_known_tokens(self) -> int:
@@ -359,9 +361,9 @@ class StepOutputs(msgspec.Struct, omit_defaults=True):
     the requests of which there is. Iterating gives a TokenOutput for each request, at the iterating side's cost.
     """
 
-    request_ids: Sequence[str] = ()
-    token_ids: Sequence[int] = ()
-    others: Sequence[TokenOutput] = ()
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+    others: list[TokenOutput] = []
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)

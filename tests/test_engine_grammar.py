@@ -203,7 +203,7 @@ def test_other_requests_do_not_wait_while_a_grammar_compiles(make_engine: Any, m
     assert ended == ["free", "slow"]
 
 
-def test_free_requests_stay_in_the_group_that_costs_nothing_per_step(make_engine: Any) -> None:
+def test_free_requests_are_in_every_step_beside_one_that_waits_for_masks(make_engine: Any) -> None:
     engine = make_engine(run_ahead=1)
     batches: list[ScheduledBatch] = []
     launch = engine.executor.launch
@@ -217,7 +217,9 @@ def test_free_requests_stay_in_the_group_that_costs_nothing_per_step(make_engine
     masked = [batch for batch in batches if batch.masks]
     assert all(len(batch.masks) == 1 for batch in masked)
     assert all(len(mask) >= 320 // 8 for batch in masked for mask in batch.masks.values())
-    assert len({id(batch.decodes) for batch in batches if len(batch.decodes) == 2}) == 1
+    free_rows = [len(batch.rows) - len(batch.masks) for batch in batches]
+    assert free_rows[1:30] == [2] * 29  # the first step may hold one back until x has computed what both begin with
+    assert sum(free_rows) == 60
 
 
 def test_the_tokenizer_is_loaded_with_the_first_grammar(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,6 @@ def step(trace: Trace, engine: Engine, tokenizer: Tokenizer, processor: OutputPr
     assert batch is not None
     rows = [f"slot {row.slot}: tokens {row.start} to {row.start + row.count - 1}" for row in batch.rows]
     pages = [f"slot {new.slot} gets pages {new.page_ids}" for new in batch.new_pages]
-    gained = zip(batch.next_pages.slots, batch.next_pages.page_ids, strict=True)
-    pages += [f"slot {slot} gets page {page_id}" for slot, page_id in gained]
     pages = pages or ["no new ones"]
     trace.stage("schedule", "scheduling/scheduler.py", rows="; ".join(rows), pages="; ".join(pages), of="integers only")
 

@@ -127,7 +127,6 @@ def _simulated(rate: float) -> tuple[list[float], list[float], int, float]:
 
 def _computed(simulation: Simulation) -> int:
     """Tokens that were computed so far."""
-    simulation.scheduler.settle()
     return sum(
         len(request.prompt_ids) + len(request.output_ids) if request.finish_reason else request.num_computed_tokens
         for request in simulation.requests.values()

@@ -150,15 +150,18 @@ class BatchFigure {
     this.batch = this.scheduler.run();
     const cells = new Map();
     for (const request of this.scheduler.waiting) cells.set(request, request.output ? ["×", "out"] : ["·", "waits"]);
-    for (const { request } of this.batch.decodes) cells.set(request, ["1", "decode"]);
-    for (const { request, count } of this.batch.chunks) cells.set(request, [String(count), "chunk"]);
+    for (const { request, count, decodes } of this.batch.rows) {
+      cells.set(request, [String(count), decodes ? "decode" : "chunk"]);
+    }
     this.history.push({ cells, ended: new Set(this.batch.ended) });
     this.story.textContent = this.tell();
     this.draw();
   }
 
   tell() {
-    const { step, decodes, chunks, admitted, preempted, ended } = this.batch;
+    const { step, admitted, preempted, ended } = this.batch;
+    const decodes = this.batch.rows.filter((row) => row.decodes);
+    const chunks = this.batch.rows.filter((row) => !row.decodes);
     const names = (rows) => listed(rows.map(({ request }) => request.name));
     const said = [];
     for (const { request, pages } of preempted) {
@@ -202,10 +205,10 @@ class BatchFigure {
   }
 
   drawStep() {
-    const rows = this.batch ? [...this.batch.decodes, ...this.batch.chunks] : [];
-    const cells = rows.flatMap(({ request, start, count }, row) =>
+    const rows = this.batch ? this.batch.rows : [];
+    const cells = rows.flatMap(({ request, start, count, decodes }) =>
       Array.from({ length: count }, (_, i) => {
-        const kind = row < this.batch.decodes.length ? "decode" : "chunk";
+        const kind = decodes ? "decode" : "chunk";
         const title = `${request.name}, token ${start + i}: ${kind === "decode" ? "a stream" : "a chunk"}`;
         return element("span", { class: `fig-cell is-${kind}`, style: `--hue: ${hue(request.name)}`, title },
           element("b", {}, request.name), element("small", {}, String(start + i)));

@@ -21,7 +21,6 @@ export class KVCache {
     this.counts = Array(numPages).fill(0);
     this.copies = []; // [source, destination] since the last step
     this.evicted = []; // pages, since the last step
-    this.filled = new Set(); // requests that may have computed a page since their last commit
     this.replaced = []; // own pages that were exchanged for cached ones in this step
   }
 
@@ -94,25 +93,10 @@ export class KVCache {
     if (needed <= 0) return true;
     if (needed > this.numAvailable) return false;
     request.pages.push(...this.take(needed));
-    this.filled.add(request);
     return true;
   }
 
-  /** One page more for each of the requests. */
-  reserveNext(requests) {
-    const pages = this.take(requests.length);
-    requests.forEach((request, i) => {
-      request.pages.push(pages[i]);
-      this.filled.add(request);
-    });
-  }
-
   // -- sharing pages --------------------------------------------------------------------------------------------------
-
-  publishFilled() {
-    for (const request of this.filled) this.commit(request, false);
-    this.filled.clear();
-  }
 
   /** Publish computed pages; what the cache has already is exchanged for the cache's. */
   commit(request, tail) {
@@ -160,7 +144,6 @@ export class KVCache {
   /** Take all pages back, leaving what they hold in the cache. */
   release(request) {
     this.letGo(this.publish(request, true));
-    this.filled.delete(request);
     if (request.tail) request.tail.locks -= 1;
     if (request.node) this.tree.unlock(request.node);
     this.letGo([...request.pages].reverse());

@@ -49,15 +49,14 @@ def record_schedule(scenario: Json) -> list[Json]:
 
 
 def _take_step(scheduler: Scheduler, requests: dict[str, Request], batch: ScheduledBatch | None) -> Json:
-    step: Json = {"decodes": [], "chunks": [], "preempted": [], "copies": [], "ended": []}
+    step: Json = {"rows": [], "preempted": [], "copies": [], "ended": []}
     if batch is not None:
         slots = {request.slot: request for request in requests.values() if request.slot is not None}
         sampling = [slots[row.slot] for row in batch.rows if row.samples]
         token_ids = [97 + request.num_known_tokens % 26 for request in sampling]
-        step["decodes"] = [[slots[row.slot].request_id, row.start] for row in batch.decodes.rows(batch.step)]
-        chunks = [[slots[row.slot].request_id, row.start, row.count, row.samples] for row in batch.chunks]
-        step["chunks"], step["copies"] = chunks, [list(copy) for copy in batch.page_copies]
-        step["preempted"] = scheduler.latest_names().preempted
+        step["rows"] = [[slots[row.slot].request_id, row.start, row.count, row.samples] for row in batch.rows]
+        step["copies"] = [list(copy) for copy in batch.page_copies]
+        step["preempted"] = scheduler.latest_step.preempted
         scheduler.update(batch, StepResult(token_ids, [None] * len(token_ids)))
         step["ended"] = [r.request_id for r in sampling if r.status is RequestStatus.FINISHED]
     waiting = [request for request in requests.values() if request.status is RequestStatus.WAITING]

@@ -19,9 +19,7 @@ export class Scheduler {
     this.expectedOutput = expectedOutput;
     this.waiting = []; // both in order of arrival
     this.running = [];
-    this.decoding = []; // of these, in order of joining: one token in every step
     this.arrivals = 0;
-    this.turns = 0; // in which order members of `decoding` got their latest page
     this.isFull = false;
     this.preempted = [];
     this.step = 0;
@@ -57,8 +55,8 @@ export class Scheduler {
 
   schedule() {
     const plan = new Map();
-    let [enoughPages, prefilling] = this.planDecodes(plan);
-    let budget = Math.max(this.budget - this.decoding.length - plan.size, 1);
+    let [enoughPages, prefilling] = this.planStreams(plan);
+    let budget = Math.max(this.budget - plan.size, 1);
     for (const request of prefilling) {
       if (budget === 0) break;
       if (!this.running.includes(request)) continue; // preempted meanwhile
@@ -72,41 +70,21 @@ export class Scheduler {
     if (this.waiting.length && this.running.length < this.slots && budget && enoughPages && !this.isFull) {
       this.admitWaiting(plan, budget, admitted);
     }
-    return plan.size || this.decoding.length ? this.launch(plan, admitted) : null;
+    return plan.size ? this.launch(plan, admitted) : null;
   }
 
-  /** A page for every running request with one token to compute, if it begins one; the senior first if few are left. */
-  planDecodes(plan) {
+  /** One token for every running request that lacks just one, and a page if it begins one. */
+  planStreams(plan) {
     const prefilling = [];
     let enoughPages = true;
-    const catchingUp = this.running.filter((request) => !this.decoding.includes(request));
-    const begins = (request) => request.computed === request.pages.length * this.kv.pageSize;
-    let beginning = this.decoding.filter(begins).sort((a, b) => a.turn - b.turn);
-    if (beginning.length + catchingUp.length <= this.kv.numAvailable) {
-      this.kv.reserveNext(beginning);
-      beginning.forEach((request) => this.noteTurn(request));
-      beginning = [];
-    }
-    for (const request of [...beginning, ...catchingUp].sort(byArrival)) {
+    for (const request of [...this.running]) {
       if (!this.running.includes(request)) continue; // preempted by one before it
       const tokens = numTokens(request);
-      const decodes = this.decoding.includes(request);
       if (tokens - request.computed > 1) prefilling.push(request);
-      else if (!this.makeRoom(request, tokens, plan)) {
-        enoughPages = false;
-        if (decodes) remove(this.decoding, request);
-      } else if (decodes) this.noteTurn(request);
-      else if (request.computed < request.prompt.length) plan.set(request, 1);
-      else {
-        this.decoding.push(request);
-        this.noteTurn(request);
-      }
+      else if (this.makeRoom(request, tokens, plan)) plan.set(request, 1);
+      else enoughPages = false;
     }
     return [enoughPages, prefilling];
-  }
-
-  noteTurn(request) {
-    request.turn = this.turns += 1;
   }
 
   /** Get pages up to `tokens`, if need be from those that came last. If false, the request skips this step. */
@@ -129,12 +107,11 @@ export class Scheduler {
 
   stop(request) {
     remove(this.running, request);
-    if (this.decoding.includes(request)) remove(this.decoding, request);
     this.isFull = false;
   }
 
   admitWaiting(plan, budget, admitted) {
-    this.kv.publishFilled();
+    for (const request of this.running) this.kv.commit(request, false);
     this.kv.stepRead();
     const computing = [...plan].filter(([r, count]) => count > 1 || r.computed < r.prompt.length).map(([r]) => r);
     const growthOf = (request) => this.expectedPages(request) - request.pages.length;
@@ -183,23 +160,24 @@ export class Scheduler {
 
   launch(plan, admitted) {
     this.step += 1;
-    const decodes = this.decoding.map((request) => ({ request, start: request.computed, count: 1, samples: true }));
-    const chunks = [...plan].map(([request, count]) => {
+    const rows = [...plan].map(([request, count]) => {
       const start = request.computed;
       const samples = start + count === numTokens(request);
+      const decodes = count === 1 && samples && start >= request.prompt.length;
       request.computed += count;
-      if (start < request.prompt.length || count > 1) this.kv.commit(request, samples);
-      return { request, start, count, samples };
+      if (start < request.prompt.length || count > 1) {
+        this.kv.commit(request, samples);
+        this.isFull = false;
+      }
+      return { request, start, count, samples, decodes };
     });
-    if (plan.size) this.isFull = false;
-    for (const request of this.decoding) request.computed += 1;
-    return { step: this.step, decodes, chunks, admitted, preempted: this.preempted, ended: [] };
+    return { step: this.step, rows, admitted, preempted: this.preempted, ended: [] };
   }
 
   // -- after a step ---------------------------------------------------------------------------------------------------
 
   update(batch) {
-    for (const { request, samples } of [...batch.decodes, ...batch.chunks]) {
+    for (const { request, samples } of batch.rows) {
       if (!samples) continue;
       request.output += nextToken(request);
       if (knownTokens(request).length >= request.limit) {

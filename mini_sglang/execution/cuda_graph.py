@@ -100,10 +100,10 @@ class DecodeGraphs:
     def replay(self, slots: tuple[int, ...], pages: Mapping[int, int]) -> GraphStep:
         """Run one step for `slots`, which gain `pages` (place in the flat page table -> page id).
 
-        Either is `max_rows` at most. The very same tuple of slots as last time is on the device already.
+        Either is `max_rows` at most. Slots that are those of the last time are on the device already.
         """
         size = self._graphs.size_for(len(slots))
-        if slots is not self._loaded:
+        if slots != self._loaded:
             padded = slots + (self._idle_slot,) * (size - len(slots))
             self._slots[:size].copy_(staged(padded, self._slots.device), non_blocking=True)
             self._loaded = slots

@@ -18,7 +18,7 @@ from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.request import TokenLogprobs
-from mini_sglang.scheduling.batch import DecodeRows, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import Row, ScheduledBatch
 
 if TYPE_CHECKING:  # it needs Triton
     from mini_sglang.execution.device_sampler import DeviceSampler
@@ -51,7 +51,6 @@ class ModelRunner:
         self._sampler = sampler
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
-        self._plain_decodes: DecodeRows | None = None  # known to need nothing but what the graph draws
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, max_tokens: int) -> None:
@@ -136,10 +135,10 @@ class ModelRunner:
             self._sampler.take(batch.new_rows)
         self._pool.copy_pages(batch.page_copies)
         pages = self._table.places_of(batch)
-        if self._graphs is not None and not batch.chunks and len(batch.decodes) <= self._graphs.max_rows:
-            return self._replay(batch, pages, self._graphs)
-        self._table.write_pages(pages)
         rows = batch.rows
+        if self._graphs is not None and batch.is_decode and len(rows) <= self._graphs.max_rows:
+            return self._replay(rows, pages, self._graphs)
+        self._table.write_pages(pages)
         asked = asked_of(batch, self._table)
         if self._prompts is not None and not asked and self._prompts.fits(rows):
             return self._complete([row for row in rows if row.samples], *self._prompts.replay(rows))
@@ -160,17 +159,15 @@ class ModelRunner:
     def _forward_batch(self, inputs: StepInputs, logit_rows: torch.Tensor) -> ForwardBatch:
         return ForwardBatch(inputs.input_ids, inputs.positions, logit_rows, self._backends.plan(inputs.attention))
 
-    def _replay(self, batch: ScheduledBatch, pages: dict[int, int], graphs: DecodeGraphs) -> Sampled:
-        decodes = batch.decodes
+    def _replay(self, rows: list[Row], pages: dict[int, int], graphs: DecodeGraphs) -> Sampled:
         if len(pages) > graphs.max_rows:  # requests with equal answers have changed over to each other's pages
             self._table.write_pages(pages)
             pages = {}
-        step = graphs.replay(decodes.slots, pages)
-        if decodes is not self._plain_decodes:
-            if not self._table.want_only_tokens(decodes.slots):
-                return self._complete(batch.rows, *step)
-            self._plain_decodes = decodes
-        return Sampled(step.token_ids, [None] * len(decodes), {}, graphs.arriving(len(decodes)))
+        slots = tuple(row.slot for row in rows)
+        step = graphs.replay(slots, pages)
+        if not self._table.want_only_tokens(slots):
+            return self._complete(rows, *step)
+        return Sampled(step.token_ids, [None] * len(rows), {}, graphs.arriving(len(rows)))
 
     def _sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         if self._sampler is not None:

@@ -30,9 +30,9 @@ class Asked:
 
 
 def asked_of(batch: ScheduledBatch, table: RequestTable) -> list[Asked]:
-    """What a step has to look up; mostly nothing. Decodes compute no prompt, and come first."""
-    asked, first = [], len(batch.decodes)
-    for row in batch.chunks:
+    """What a step has to look up; mostly nothing."""
+    asked, first = [], 0
+    for row in batch.rows:
         alternatives = table.prompt_alternatives(row.slot)
         count = min(row.count, table.prompt_length(row.slot) - 1 - row.start)
         if alternatives is not None and count > 0:

@@ -25,7 +25,7 @@ from mini_sglang.models.registry import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel import TensorParallel
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NO_DECODES, NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 from mini_sglang.sharding import shard_heads
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from mini_sglang.weights.load import load_dummy_weights, load_weights
@@ -206,8 +206,7 @@ class Rank:
         """A step that computes a prompt of zeros in slot 0, on the first pages."""
         return ScheduledBatch(
             step=0,
-            decodes=NO_DECODES,
-            chunks=[Row(slot=0, start=0, count=tokens, samples=True)],
+            rows=[Row(slot=0, start=0, count=tokens, samples=True)],
             new_rows=[NewRow(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
             new_pages=[NewPages(slot=0, first_index=0, page_ids=list(range(self._pages(tokens))))],
             page_copies=[],

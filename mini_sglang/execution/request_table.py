@@ -69,17 +69,12 @@ class RequestTable:
             self._take(new)
 
     def places_of(self, batch: ScheduledBatch) -> dict[int, int]:
-        """New and next pages by their place in the flat page table; one that is named twice takes the later page."""
-        width = self._width
-        pages = {
-            pages.slot * width + index: page_id
+        """New pages by their place in the flat page table; one that is named twice takes the later page."""
+        return {
+            pages.slot * self._width + index: page_id
             for pages in batch.new_pages
             for index, page_id in enumerate(pages.page_ids, pages.first_index)
         }
-        next_pages = batch.next_pages
-        places = [slot * width + index for slot, index in zip(next_pages.slots, next_pages.indices, strict=True)]
-        pages.update(zip(places, next_pages.page_ids, strict=True))
-        return pages
 
     def write_pages(self, pages: Mapping[int, int]) -> None:
         """Write pages, by place, into the page table."""

@@ -29,7 +29,6 @@ from mini_sglang.execution.ranks import (
 )
 from mini_sglang.lifetime import die_with_parent, leave_signals_to_parent
 from mini_sglang.parallel import CollectiveError
-from mini_sglang.scheduling.batch import NO_DECODES
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +80,8 @@ def _serve(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]]) -> N
     orders.connect(job.orders)
     parallel = job.connect(assignment.rank)
     rank = Rank(config, model_config, source, parallel, check=lambda: None)
-    decodes = NO_DECODES
     while (order := orders.recv()) != LEAVE:
-        batch = decode_batch(order)
-        if batch.decodes == decodes:  # the very same object means: the device has them already
-            batch = msgspec.structs.replace(batch, decodes=decodes)
-        decodes = batch.decodes
-        rank.run(batch)
+        rank.run(decode_batch(order))
     rank.close()
     parallel.abort()
 

@@ -23,11 +23,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mini_sglang.request import Request
-from mini_sglang.scheduling.batch import NewPages, NextPages
+from mini_sglang.scheduling.batch import NewPages
 from mini_sglang.scheduling.page_allocator import PageAllocator
 from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, token_array
 
@@ -56,8 +55,6 @@ class KVCacheManager:
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
         self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) the executor has not seen
-        self._next_pages = NextPages([], [], [])  # of `reserve_next`, and the executor has not seen them either
-        self._filled: dict[Request, None] = {}  # requests that may have computed a page since their last commit
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
 
@@ -141,10 +138,7 @@ class KVCacheManager:
         return True
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had.
-
-        Who begins a page has filled the one before: `publish_filled` will look at it.
-        """
+        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had."""
         needed = self.pages_for(num_tokens) - len(request.page_ids)
         if needed <= 0:
             return True
@@ -153,19 +147,7 @@ class KVCacheManager:
         first, pages = len(request.page_ids), self._take(needed)
         request.page_ids += pages
         self._announce(request, first, pages)
-        self._filled[request] = None
         return True
-
-    def reserve_next(self, slots: list[int], page_tables: list[list[int]]) -> None:
-        """`reserve` one page more for requests of these slots and `page_ids`; at least as many must be available.
-
-        Nothing else of a request is touched. Who gets pages here is to be named to `publish_filled`.
-        """
-        pages = self._take(len(page_tables))
-        self._next_pages.slots.extend(slots)
-        self._next_pages.indices.extend(map(len, page_tables))
-        self._next_pages.page_ids.extend(pages)
-        deque(map(list.append, page_tables, pages), maxlen=0)
 
     def _take(self, count: int) -> list[int]:
         missing = count - self._allocator.num_free
@@ -195,28 +177,7 @@ class KVCacheManager:
         copies, self._copies = self._copies, []
         return new_pages, copies
 
-    def take_next_pages(self) -> NextPages:
-        """The same of `reserve_next`."""
-        pages, self._next_pages = self._next_pages, NextPages([], [], [])
-        return pages
-
     # -- sharing pages ------------------------------------------------------------------------------------------------
-
-    def may_have_filled(self, request: Request) -> None:
-        """Have the next `publish_filled` look at this request too."""
-        self._filled[request] = None
-
-    def publish_filled(self, step: int, others: Iterable[Request] = ()) -> None:
-        """Publish what decoding has filled since the last call; `step` is the last launched one.
-
-        Looks at those who began a page by `reserve`, and at `others`. Only a match can see the difference, so this
-        waits until there is somebody to be matched.
-        """
-        self._filled.update(dict.fromkeys(others))
-        for request in self._filled:
-            if not self.is_spoiled(request):
-                self.commit(request, step)
-        self._filled.clear()
 
     def commit(self, request: Request, step: int, *, tail: bool = False) -> None:
         """Publish the pages whose tokens are known and computed by launched steps; `step` is the last launched one.
@@ -270,9 +231,6 @@ class KVCacheManager:
             replaced = self._publish(request, holding, tail=True)
             self._allocator.release(page for _, page in replaced)
         self._new_pages.pop(request, None)
-        if request.slot in self._next_pages.slots:  # taken for a step that it is not in any more
-            self._next_pages = self._next_pages.without(request.slot)
-        self._filled.pop(request, None)
         if holding.tail is not None:
             self._tree.release_tail(holding.tail)
         if holding.node is not None:

@@ -8,25 +8,19 @@ nothing here knows tensors, text or time.
               ▲                  │
               └─── (leaving) ◀───┘ preempted, keeps its output       leaving: still part of steps that were not read
 
-A running request is catching up (its prompt, or a page, is still missing) or it is decoding: then it is a member of the
-DecodeGroup and in every step. A step costs what is due in it, not what takes part in it: members are handled one by one
-only when they begin a page, end or leave, and the tokens of the others are passed on as whole columns.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
 
 import msgspec
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.request import FinishReason, Request, RequestStatus, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
-from mini_sglang.scheduling.decode_group import DecodeGroup, Members
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.policy import POLICIES
 from mini_sglang.scheduling.radix_cache import Match, common_prefix
@@ -35,10 +29,7 @@ FIRST_EXPECTED_OUTPUT = 128.0  # tokens, before any request has ended
 EXPECTED_OUTPUT_WEIGHT = 1 / 16  # of the latest ended request in the running mean
 WORTH_WAITING = 16  # shared prompt tokens being computed elsewhere that a waiting request holds back for
 
-Plan = dict[Request, int]  # how many tokens the step computes of each request that catches up, in row order
-
-
-T = TypeVar("T")
+Plan = dict[Request, int]  # how many tokens the step computes of each request, in row order
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,27 +60,13 @@ class _Counters(msgspec.Struct):
     steps: int = 0
 
 
-class StepNames(NamedTuple):
-    """Whom a step is about, by request id."""
-
-    decodes: tuple[str, ...]  # row by row; the same object as long as they are the same
-    chunks: list[str]
-    preempted: list[str]  # since the step before
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step that was launched and not read: whose tokens its rows will bring."""
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that was launched and not read."""
 
     batch: ScheduledBatch
-    members: Members  # of batch.decodes
-    chunks: list[Request]  # of batch.chunks
-    preempted: list[str]  # ids of requests that were, since the step before
-    departed: list[Request] = field(default_factory=list)  # members that have left the group since
-
-    @property
-    def requests(self) -> list[Request]:
-        return [*self.members.requests, *self.chunks]
+    requests: list[Request]  # one for each of batch.rows
+    preempted: list[str]  # ids of requests that were preempted since the step before
 
 
 class Scheduler:
@@ -110,15 +87,12 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # those that have not ended
         self._waiting: list[Request] = []  # sorted by rank
         self._running: list[Request] = []  # sorted by rank
-        self._decoding = DecodeGroup(config.page_size)  # of these, those that compute one token in every step
-        self._catching_up: list[Request] = []  # and the others, sorted by rank
         self._leaving: dict[Request, None] = {}  # ended or preempted, but in launched steps
         self._restarting: dict[Request, None] = {}  # of these: what launched steps sampled for them is void
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self.num_slots = _known("max_running_requests", config.max_running_requests)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._preempted: list[str] = []  # ids, since the last step that was scheduled
-        self._published = 0  # the step after which the cache was told what decoding has filled
         self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
         self._num_arrivals = 0
@@ -144,7 +118,6 @@ class Scheduler:
         request.max_num_tokens = min(self._context_length, self._pool_tokens + 1)
         if request.params.max_tokens is not None:
             request.max_num_tokens = min(request.max_num_tokens, length + request.params.max_tokens)
-        request.is_constrained = request.params.is_constrained
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
         self._requests[request.request_id] = request
@@ -188,7 +161,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
-            self._stop_running(request)
+            self._remove(self._running, request)
         elif request not in self._leaving:
             self._remove(self._waiting, request)
         request.status = RequestStatus.FINISHED
@@ -203,7 +176,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Make a running request wait again, its pages given back to the cache."""
-        self._stop_running(request)
+        self._remove(self._running, request)
         request.status = RequestStatus.WAITING
         self._counters.preemptions += 1
         self._preempted.append(request.request_id)
@@ -230,28 +203,8 @@ class Scheduler:
             self.kv.forget(request)
 
     def _is_in_flight(self, request: Request) -> bool:
-        """Whether a launched step contains a request that does not decode (any more)."""
+        """Whether a launched step contains the request."""
         return bool(self._launched) and request.last_step >= self._launched[0].batch.step
-
-    def _stop_running(self, request: Request) -> None:
-        self._remove(self._running, request)
-        if request in self._decoding:
-            self._leave_group(request)
-        else:
-            self._remove(self._catching_up, request)
-
-    def _leave_group(self, request: Request) -> None:
-        """Let a member go. What it is in already will be read for it alone."""
-        self._decoding.leave(request, self._counters.steps)
-        for launched in self._launched:
-            if request in launched.members.requests:
-                launched.departed.append(request)
-
-    def _fall_behind(self, request: Request) -> None:
-        """Let a member go that still runs."""
-        self._leave_group(request)
-        self.kv.may_have_filled(request)
-        insort(self._catching_up, request, key=self._policy.rank)
 
     def _remove(self, requests: list[Request], request: Request) -> None:
         del requests[bisect_left(requests, self._policy.rank(request), key=self._policy.rank)]
@@ -261,12 +214,13 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None if nothing can be computed before a launched step is read (or at all).
 
-        Every running request that has one token to compute gets it. Prompts share what is left of `max_prefill_tokens`
-        (at least one token, so that they advance beside any number of streams), running ones before waiting ones.
+        Every running request that lacks one token gets it. Requests that lack more share what is left of
+        `max_prefill_tokens` (at least one token, so that they advance beside any number of streams), running ones
+        before waiting ones.
         """
         plan: Plan = {}
-        enough_pages, prefilling = self._plan_decodes(plan)
-        budget = max(self._budget - len(self._decoding) - len(plan), 1)
+        enough_pages, prefilling = self._plan_streams(plan)
+        budget = max(self._budget - len(plan), 1)
         for request in prefilling:
             if budget == 0:
                 break
@@ -280,42 +234,26 @@ class Scheduler:
         new_rows: list[NewRow] = []
         if self._waiting and self._free_slots and budget and enough_pages and not self._is_full:
             self._admit_waiting(plan, budget, new_rows)
-        return self._launch(plan, new_rows) if plan or self._decoding else None
+        return self._launch(plan, new_rows) if plan else None
 
-    def _plan_decodes(self, plan: Plan) -> tuple[bool, list[Request]]:
-        """Give every running request with one token to compute a page, if it begins one: the senior first if too few
-        are left. Returns whether all got theirs, and the requests with more to compute.
+    def _plan_streams(self, plan: Plan) -> tuple[bool, list[Request]]:
+        """Plan one token for every running request that lacks just one, and find it a page where it begins one.
+
+        Returns whether there were pages for all of them, and the running requests that lack more tokens.
         """
-        enough_pages, prefilling, step = True, [], self._counters.steps + 1
-        due = self._decoding.take_beginning_page(step)
-        in_order = self._catching_up
-        if len(due) + len(in_order) > self.kv.num_available_pages:  # else the order is all one
-            self._settle(due)
-            in_order = sorted([*due, *in_order], key=self._policy.rank)
-        elif due:
-            self.kv.reserve_next(*due.columns)
-            self._decoding.expect_next_pages(due, step)
-        for request in list(in_order):
+        enough_pages, prefilling = True, []
+        for request in list(self._running):
             if request.status is not RequestStatus.RUNNING:  # preempted by one before it
                 continue
             num_tokens = request.num_tokens
-            if num_tokens >= request.max_num_tokens:  # its last token is on its way
-                continue
             if num_tokens - request.num_computed_tokens > 1:
                 prefilling.append(request)
-            elif not request.may_sample:  # its last token, or what may follow it, is not known yet
-                continue
-            elif not self._make_room(request, num_tokens, plan):
-                enough_pages = False
-                if request in self._decoding:
-                    self._fall_behind(request)
-            elif request in self._decoding:
-                self._decoding.expect_page(request)
-            elif request.is_constrained or request.num_computed_tokens < len(request.prompt_ids):
+            elif num_tokens >= request.max_num_tokens or not request.may_sample:
+                continue  # its last token, or what the next one depends on, is still on its way
+            elif self._make_room(request, num_tokens, plan):
                 plan[request] = 1
             else:
-                self._remove(self._catching_up, request)
-                self._decoding.join(request, step)
+                enough_pages = False
         return enough_pages, prefilling
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
@@ -330,7 +268,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
         """Admit waiting requests in the policy's order until a slot, pages or the budget are missing."""
-        self._publish_filled()
+        self._publish_running()
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
         growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
         for request in self._policy.order(self._waiting, self.kv.cached_tokens):
@@ -352,11 +290,11 @@ class Scheduler:
             computing.append(request)
             budget -= count
 
-    def _publish_filled(self) -> None:
-        """Let the cache know what decoding has filled."""
-        filled, self._published = self._decoding.began_page_since(self._published), self._counters.steps
-        self._settle(filled)
-        self.kv.publish_filled(self._published, filled)
+    def _publish_running(self) -> None:
+        """Let the cache know the pages that streams have filled: only a match can see the difference, so it waits."""
+        for request in self._running:
+            if not self.kv.is_spoiled(request):
+                self.kv.commit(request, self._counters.steps)
         self._free_replaced()
 
     def _computes_prompt(self, request: Request, count: int) -> bool:
@@ -396,7 +334,6 @@ class Scheduler:
         self._policy.admitted(request, self._waiting)
         self._remove(self._waiting, request)
         insort(self._running, request, key=self._policy.rank)
-        insort(self._catching_up, request, key=self._policy.rank)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         new_rows.append(self._new_row(request, request.slot))
@@ -420,39 +357,23 @@ class Scheduler:
         self._counters.steps += 1
         step = self._counters.steps
         new_pages, copies = self.kv.take_changes()
-        chunks, masks = [], {}
+        rows, masks = [], {}
         for request, count in plan.items():
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             end = request.num_computed_tokens = start + count
             samples = end == num_tokens
             assert request.slot is not None
-            chunks.append(Row(request.slot, start, count, samples))
+            rows.append(Row(request.slot, start, count, samples))
             if samples and request.is_constrained:
                 masks[request.slot] = request.mask
             request.last_step = step
             if start < len(request.prompt_ids) or count > 1:
                 self.kv.commit(request, step, tail=samples)
-        if plan:
-            self._is_full = False  # what a chunk has computed may be what a waiting request begins with
-        members = self._decoding.members
-        next_pages = self.kv.take_next_pages()
-        batch = ScheduledBatch(step, members.rows, chunks, new_rows, new_pages, copies, masks, next_pages)
-        self._launched.append(_Launched(batch, members, list(plan), self._preempted))
+                self._is_full = False  # what was computed may be what a waiting request begins with
+        batch = ScheduledBatch(step, rows, new_rows, new_pages, copies, masks)
+        self._launched.append(LaunchedStep(batch, list(plan), self._preempted))
         self._preempted = []
-        for request in self._decoding.take_ending(step):
-            self._fall_behind(request)
         return batch
-
-    def settle(self) -> None:
-        """Bring counters and output of every running request up to date, for whoever wants to look at them."""
-        self._settle(self._decoding)
-
-    def _settle(self, requests: Iterable[Request]) -> None:
-        """Bring these requests' counters up to date, as far as they decode, and the output of all."""
-        self._decoding.write_down()
-        for request in requests:
-            if request in self._decoding:
-                self._decoding.settle(request, self._counters.steps)
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -480,65 +401,50 @@ class Scheduler:
         """
         self.kv.steps_read(self._launched[0].batch.step - 1 if self._launched else self._counters.steps)
 
-    def _take_tokens(self, launched: _Launched, result: StepResult) -> StepOutputs:
-        """Give every request its token: members of the group all at once, but for those with more to see to."""
-        members, batch = launched.members, launched.batch
-        alone = [request for row, request in zip(batch.chunks, launched.chunks, strict=True) if row.samples]
-        num_members = len(members.requests)
-        if not len(result.token_ids) == len(result.logprobs) == num_members + len(alone):
-            raise ValueError(
-                f"step {batch.step} samples {num_members + len(alone)} tokens, not {len(result.token_ids)}"
-            )
+    def _take_tokens(self, launched: LaunchedStep, result: StepResult) -> StepOutputs:
+        """Give every request its token. Where there is nothing else to say of it, it goes into the columns."""
+        batch = launched.batch
+        rows = zip(batch.rows, launched.requests, strict=True)
+        sampling = [request for row, request in rows if row.samples]
+        if not len(result.token_ids) == len(result.logprobs) == len(sampling):
+            raise ValueError(f"step {batch.step} samples {len(sampling)} tokens, not {len(result.token_ids)}")
         if result.prompt_logprobs:
-            for row, request in zip(batch.chunks, launched.chunks, strict=True):
+            for row, request in zip(batch.rows, launched.requests, strict=True):
                 request.prompt_logprobs += result.prompt_logprobs.get(row.slot, ())
-        apart = self._rows_apart(launched, result)
-        request_ids: Sequence[str] = members.request_ids
-        token_ids = result.token_ids[:num_members]
-        if apart:
-            self._decoding.write_down()
-            request_ids, token_ids = _without(request_ids, apart), _without(token_ids, apart)
-            deque(map(list.append, _without(members.output_ids, apart), token_ids), maxlen=0)
-        else:
-            self._decoding.note(members, token_ids)
-        self._counters.generated_tokens += len(token_ids)
-        others = [
-            self._take_token(request, result.token_ids[row], result.logprobs[row])
-            for row, request in [*((row, members.requests[row]) for row in apart), *enumerate(alone, num_members)]
-            if request.status is not RequestStatus.FINISHED and request not in self._restarting
-        ]
-        return StepOutputs(request_ids, token_ids, others)
+        outputs = StepOutputs([], [], [])
+        for request, token_id, logprobs in zip(sampling, result.token_ids, result.logprobs, strict=True):
+            if request.status is not RequestStatus.FINISHED and request not in self._restarting:
+                self._take_token(request, token_id, logprobs, outputs)
+        self._counters.generated_tokens += outputs.num_tokens
+        return outputs
 
-    def _rows_apart(self, launched: _Launched, result: StepResult) -> list[int]:
-        """Rows of the group whose request has left it, may end with this token, or gets more than the token."""
-        members = launched.members
-        rows = {members.requests.index(request) for request in launched.departed}
-        if self._decoding.may_stop(result.token_ids):
-            rows.update(self._decoding.rows_that_may_stop(result.token_ids[: len(members.requests)]))
-        if members.want_logprobs:
-            rows.update(row for row in range(len(members.requests)) if result.logprobs[row] is not None)
-        return sorted(rows)
-
-    def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+    def _take_token(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None, outputs: StepOutputs
+    ) -> None:
+        is_first = not request.output_ids
         prompt_logprobs = request.prompt_logprobs if request.wants_prompt_logprobs else None
         request.output_ids.append(token_id)
-        self._counters.generated_tokens += 1
         reason = None
-        is_end = token_id in request.stop_ids
-        if is_end:
+        if token_id in request.stop_ids:
             reason = FinishReason.STOP
         elif request.num_known_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
+        elif not is_first and logprobs is None and not request.is_constrained:
+            outputs.request_ids.append(request.request_id)
+            outputs.token_ids.append(token_id)
+            return
         if reason is not None:
             self._end(request, reason)
-        return TokenOutput(
-            request_id=request.request_id,
-            token_ids=[token_id],
-            logprobs=None if logprobs is None else [logprobs],
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=token_id if is_end else None,
-            num_cached_tokens=request.num_cached_tokens,
+        outputs.others.append(
+            TokenOutput(
+                request_id=request.request_id,
+                token_ids=[token_id],
+                logprobs=None if logprobs is None else [logprobs],
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=reason,
+                stop_token_id=token_id if reason is FinishReason.STOP else None,
+                num_cached_tokens=request.num_cached_tokens,
+            )
         )
 
     def fail(self, batch: ScheduledBatch, error: str) -> StepOutputs:
@@ -550,8 +456,6 @@ class Scheduler:
         index = next((i for i, launched in enumerate(self._launched) if launched.batch is batch), None)
         if index is None:
             raise ValueError(f"step {batch.step} was not launched, or was read before")
-        for request in list(self._decoding):  # from here on each is looked at alone
-            self._fall_behind(request)
         failed, later = self._launched[index], list(self._launched)[index + 1 :]
         del self._launched[index]
         for launched in [failed, *later]:
@@ -590,11 +494,10 @@ class Scheduler:
         """The number of the step that is scheduled next."""
         return self._counters.steps + 1
 
-    def latest_names(self) -> StepNames:
-        """Whom the step is about that was scheduled last, and not read yet."""
-        launched = self._launched[-1]
-        chunks = [request.request_id for request in launched.chunks]
-        return StepNames(launched.members.request_ids, chunks, launched.preempted)
+    @property
+    def latest_step(self) -> LaunchedStep:
+        """The step that was scheduled last, and not read yet."""
+        return self._launched[-1]
 
     def stats(self) -> SchedulerStats:
         """Figures of this moment; O(1)."""
@@ -635,35 +538,21 @@ class Scheduler:
             ranks = [self._policy.rank(request) for request in requests]
             if ranks != sorted(set(ranks)):
                 raise RuntimeError(f"the {name} requests are not in order: {ranks}")
-        self._decoding.check(self._counters.steps)
-        self._decoding.write_down()
-        if sorted([*self._decoding, *self._catching_up], key=self._policy.rank) != self._running:
-            raise RuntimeError("the running requests are not those that decode and those that catch up")
         for request in with_slot:
             self._check_steps(request)
 
     def _check_steps(self, request: Request) -> None:
         """A request's counters say which launched steps contain it, and how many tokens they sample for it."""
-        num_computed, last_step = request.num_computed_tokens, request.last_step
-        if request in self._decoding:
-            num_computed, last_step = self._decoding.progress(request, self._counters.steps)
+        known, last_step = request.num_known_tokens, request.last_step
         steps = [launched for launched in self._launched if request in launched.requests]
         oldest = self._launched[0].batch.step if self._launched else self._counters.steps + 1
         if max((launched.batch.step for launched in steps), default=oldest - 1) != max(last_step, oldest - 1):
             raise RuntimeError(f"request {request.request_id} is not in step {last_step}, or in a later one too")
         samples = sum(row.slot == request.slot and row.samples for launched in steps for row in launched.batch.rows)
-        if request.status is RequestStatus.RUNNING and samples != max(num_computed + 1 - request.num_known_tokens, 0):
+        if request.status is RequestStatus.RUNNING and samples != request.num_tokens - known:
             raise RuntimeError(
-                f"request {request.request_id} has computed {num_computed} tokens; {samples} are to come"
+                f"request {request.request_id} has computed {request.num_computed_tokens} tokens; {samples} are to come"
             )
-
-
-def _without(column: Sequence[T], rows: list[int]) -> list[T]:
-    """`column` but for the entries at `rows`, which are sorted."""
-    left = list(column)
-    for row in reversed(rows):
-        del left[row]
-    return left
 
 
 def _known(name: str, value: int | None) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.request import FinishReason, Request, StepOutputs, TokenLogprobs
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 
 GARBAGE = -1  # fingerprint or token id that a failed step left, and all that was computed from one
@@ -81,8 +81,7 @@ class SimulatedExecutor:
         self._masks = batch.masks
         for new in batch.new_rows:
             self._take(new)
-        gained = zip(batch.next_pages.slots, batch.next_pages.indices, batch.next_pages.page_ids, strict=True)
-        for pages in [*batch.new_pages, *(NewPages(slot, index, [page]) for slot, index, page in gained)]:
+        for pages in batch.new_pages:
             table = self._slot(pages.slot).page_table
             if pages.first_index > len(table):
                 raise WrongPageError(f"slot {pages.slot} has {len(table)} pages and gains one at {pages.first_index}")
@@ -96,7 +95,7 @@ class SimulatedExecutor:
             self._compute(row, written, is_sound)
         pairs = zip(rows, sound, strict=True)
         sampled = [self._sample(row, is_sound) for row, is_sound in pairs if row.samples]
-        return StepResult(sampled, [None] * len(sampled), {row.slot: self._look_up(row) for row in batch.chunks})
+        return StepResult(sampled, [None] * len(sampled), {row.slot: self._look_up(row) for row in rows})
 
     def _take(self, new: NewRow) -> None:
         num_asked = 0 if new.params.prompt_logprobs is None else new.num_prompt_tokens
@@ -231,7 +230,6 @@ class Simulation:
 
     def check_outputs(self) -> None:
         """Raise RuntimeError unless every output so far is what follows its prompt, looked up if that was asked for."""
-        self.scheduler.settle()
         for request in self.requests.values():
             if request.params.prompt_logprobs is not None and request.output_ids:
                 found = [entry.token_ids[0] for entry in self.looked_up[request.request_id]]

@@ -21,10 +21,9 @@ export function replaySchedule(scenario, { Scheduler, newRequest }) {
       requests.push(newRequest(name, prompt, maxTokens));
       scheduler.add(requests.at(-1));
     }
-    const batch = scheduler.run() ?? { decodes: [], chunks: [], preempted: [], ended: [] };
+    const batch = scheduler.run() ?? { rows: [], preempted: [], ended: [] };
     steps.push({
-      decodes: batch.decodes.map((row) => [row.request.name, row.start]),
-      chunks: batch.chunks.map((row) => [row.request.name, row.start, row.count, row.samples]),
+      rows: batch.rows.map((row) => [row.request.name, row.start, row.count, row.samples]),
       preempted: batch.preempted.map(({ request }) => request.name),
       copies: scheduler.kv.copies,
       ended: batch.ended.map((request) => request.name),

@@ -61,7 +61,7 @@ def test_the_figures_tree_grows_and_shrinks_as_the_engines(open_page: OpenPage) 
 
 def computed_in(step: Any, name: str) -> str:
     """How many tokens of a request a recorded step computes; nothing if none."""
-    counts = {row[0]: 1 for row in step["decodes"]} | {row[0]: row[2] for row in step["chunks"]}
+    counts = {name: count for name, _start, count, _samples in step["rows"]}
     return str(counts.get(name, ""))
 
 

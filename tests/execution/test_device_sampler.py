@@ -8,7 +8,7 @@ from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NO_DECODES, NewRow, ScheduledBatch
+from mini_sglang.scheduling.batch import NewRow, ScheduledBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 40
@@ -30,7 +30,7 @@ class Requests:
     def place(self, slot: int, params: SamplingParams, tokens: list[int], num_prompt_tokens: int) -> None:
         new = NewRow(slot, list(tokens), num_prompt_tokens, params, seed=slot + 11)
         self.rows[slot] = new
-        self.table.take_rows(ScheduledBatch(0, NO_DECODES, [], [new], [], []))
+        self.table.take_rows(ScheduledBatch(0, [], [new], [], []))
         self.sampler.take([new])
 
     def step(self, logits: torch.Tensor, slots: list[int]) -> tuple[list[int], list[int]]:

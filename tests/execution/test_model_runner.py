@@ -20,7 +20,7 @@ from mini_sglang.kernels.base import TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.registry import build_model
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NO_DECODES, DecodeRows, NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.model_config import load_model_config
@@ -69,8 +69,7 @@ def prompts() -> ScheduledBatch:
     slots = [5 - index for index in range(len(PROMPTS))]
     return ScheduledBatch(
         step=1,
-        decodes=NO_DECODES,
-        chunks=[Row(slot, 0, len(prompt), True) for slot, prompt in zip(slots, PROMPTS, strict=True)],
+        rows=[Row(slot, 0, len(prompt), True) for slot, prompt in zip(slots, PROMPTS, strict=True)],
         new_rows=[
             NewRow(slot, prompt, len(prompt), params, seed=7 * slot, end_token_ids=[3])
             for slot, prompt, params in zip(slots, PROMPTS, PARAMS, strict=True)
@@ -88,9 +87,8 @@ def pages_of_prompts() -> dict[int, list[int]]:
 
 def decodes(step: int) -> ScheduledBatch:
     """The `step`-th token after the prompts of every request."""
-    slots = tuple(5 - index for index in range(len(PROMPTS)))
-    offsets = tuple(len(prompt) - 2 for prompt in PROMPTS)
-    return ScheduledBatch(step + 2, DecodeRows(slots, offsets), [], [], [], [])
+    rows = [Row(5 - index, len(prompt) + step, 1, True) for index, prompt in enumerate(PROMPTS)]
+    return ScheduledBatch(step + 2, rows, [], [], [])
 
 
 def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runner: Any) -> None:
@@ -103,7 +101,7 @@ def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runne
         assert got.logprobs[4].token_ids == want.logprobs[4].token_ids
         assert got.logprobs[4].logprobs == pytest.approx(want.logprobs[4].logprobs, abs=1e-5)
         assert got.token_ids[3] != 3 or batch.step > 4  # which its bias would draw
-        if batch.chunks:
+        if batch.new_rows:
             [entry], [expected] = got.prompt_logprobs[1], want.prompt_logprobs[1]
             assert entry.token_ids == expected.token_ids
             assert entry.token_ids[0] == PROMPTS[4][1]

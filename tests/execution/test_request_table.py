@@ -6,7 +6,7 @@ import torch
 
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NO_DECODES, NewPages, NewRow, NextPages, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -15,9 +15,9 @@ def table() -> RequestTable:
     """Slot 2 holds tokens 100 to 106 on pages 5, 1 and 7 of 3 cells; slot 0 holds 200 and 201 on page 4."""
     result = RequestTable(num_slots=3, context_length=9, page_size=3, device=torch.device("cpu"), idle_page=8)
     new_rows = [NewRow(2, list(range(100, 107)), 7, PARAMS, 0), NewRow(0, [200, 201], 1, PARAMS, 5)]
-    result.take_rows(ScheduledBatch(1, NO_DECODES, [], new_rows, [], []))
-    new_pages = [NewPages(2, 0, [5, 6]), NewPages(0, 0, [4]), NewPages(2, 1, [1])]
-    batch = ScheduledBatch(2, NO_DECODES, [], [], new_pages, [], next_pages=NextPages([2], [2], [7]))
+    result.take_rows(ScheduledBatch(1, [], new_rows, [], []))
+    new_pages = [NewPages(2, 0, [5, 6]), NewPages(0, 0, [4]), NewPages(2, 1, [1]), NewPages(2, 2, [7])]
+    batch = ScheduledBatch(2, [], [], new_pages, [])
     result.write_pages(result.places_of(batch))  # page 6 is replaced by page 1 in the same step
     return result
 

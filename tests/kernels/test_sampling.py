@@ -15,7 +15,7 @@ from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.request import SamplingParams
-from mini_sglang.scheduling.batch import NO_DECODES, NewRow, ScheduledBatch
+from mini_sglang.scheduling.batch import NewRow, ScheduledBatch
 
 # The interpreter computes with NumPy, which speaks up where -inf is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -62,7 +62,7 @@ class Draws:
         slots = random.Random(0).sample(range(self.rows), self.rows)
         placed = zip(slots, self.history, self.params, self.seeds, strict=True)
         new_rows = [NewRow(slot, tokens, PROMPT_LENGTH, params, seed) for slot, tokens, params, seed in placed]
-        table.take_rows(ScheduledBatch(0, NO_DECODES, [], new_rows, [], []))
+        table.take_rows(ScheduledBatch(0, [], new_rows, [], []))
         sampler.take(new_rows)
         positions = torch.tensor(self.positions, dtype=torch.int32, device=DEVICE)
         token_ids = sampler.draw(logits.to(DEVICE), torch.tensor(slots, device=DEVICE), positions)

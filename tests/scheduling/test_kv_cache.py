@@ -79,12 +79,12 @@ def test_a_page_that_decoding_fills_can_be_found_at_once() -> None:
     kv = KVCacheManager(num_pages=8, page_size=2)
     running = start(kv, [1, 2, 3])
     running.output_ids.append(4)
-    kv.publish_filled(step=1)
+    kv.commit(running, step=1)
     assert kv.match(request([1, 2, 3, 4, 5])).num_tokens == 3
     running.num_computed_tokens = 4
     running.output_ids.append(5)
     assert kv.reserve(running, 5)
-    kv.publish_filled(step=2)
+    kv.commit(running, step=2)
     assert kv.match(request([1, 2, 3, 4, 5])).num_tokens == 4
 
 
@@ -186,7 +186,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def publish(self) -> None:
-        self.kv.publish_filled(self.step)
+        for running in self.active:
+            self.kv.commit(running, self.step)
 
     @rule(which=st.integers(0, 100), spoil_from=st.one_of(st.none(), st.none(), st.integers(0, 30)))
     def leave(self, which: int, spoil_from: int | None) -> None:

@@ -309,7 +309,6 @@ def test_pages_are_found_as_soon_as_the_step_that_fills_them_was_launched() -> N
 def cached_by_counting(simulation: Simulation, page_size: int, new: Request) -> int:
     """The longest beginning of `new` that any request, running or gone, has left visible so far."""
     best = 0
-    simulation.scheduler.settle()
     for other in simulation.requests.values():
         if other.cache_salt != new.cache_salt or other is new:
             continue
@@ -407,7 +406,6 @@ def test_the_last_arrived_gives_way_and_the_first_is_never_preempted() -> None:
     while simulation.scheduler.has_work:
         before = len(first.output_ids)
         outputs = simulation.step()
-        simulation.scheduler.settle()
         assert first.finish_reason is not None or len(first.output_ids) == before + 1 or before == 0
         ended += [output.request_id for output in outputs if output.finish_reason]
     assert ended == ["0", "1", "2"]

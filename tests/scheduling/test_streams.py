@@ -1,9 +1,6 @@
-"""A step costs what is due in it: whoever decodes is not looked at between the steps in which something happens."""
+"""Requests that compute one token in every step: their rows, tokens and counters, with steps on their way or not."""
 
 from __future__ import annotations
-
-import sys
-from types import FrameType
 
 import msgspec
 import pytest
@@ -11,7 +8,6 @@ import pytest
 from mini_sglang.config import EngineConfig
 from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
-from mini_sglang.scheduling.decode_group import DecodeGroup
 from mini_sglang.scheduling.scheduler import Scheduler
 
 END = 7
@@ -51,42 +47,22 @@ def decoding(count: int, **fields: object) -> Scheduler:
     return result
 
 
-def calls(count: int) -> int:
-    """Python functions that a step between two pages calls with `count` requests decoding."""
-    subject = decoding(count)
-    read(subject, launch(subject), 5)
-    seen = 0
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal seen
-        seen += event == "call"
-
-    result = StepResult([5] * count, [None] * count)
-    sys.setprofile(note)
-    try:
-        subject.update(launch(subject), result)
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
-def test_a_step_between_two_pages_does_as_much_for_one_request_as_for_sixty() -> None:
-    assert calls(1) == calls(60)
-
-
-def test_steps_share_one_object_for_their_rows_until_somebody_comes_or_goes() -> None:
+def test_rows_follow_the_running_requests_as_they_come_and_go() -> None:
     subject = decoding(3)
     first, second = launch(subject), launch(subject)
-    assert second.decodes is first.decodes
     assert [row.start for row in first.rows] == [2, 2, 2]
     assert [row.start for row in second.rows] == [3, 3, 3]
+    assert first.is_decode
     subject.abort("1")
     third = launch(subject)
-    assert third.decodes.slots == (first.decodes.slots[0], first.decodes.slots[2])
+    slots = [row.slot for row in first.rows]
+    assert [row.slot for row in third.rows] == [slots[0], slots[2]]
     add(subject, "new")
     joining, joined = launch(subject), launch(subject)
-    assert (joining.decodes, len(joining.chunks)) == (third.decodes, 1)
-    assert (len(joined.decodes), joined.chunks) == (3, [])
+    assert [row.count for row in joining.rows] == [1, 1, 1]  # half of the new prompt is cached
+    assert not joining.is_decode  # but its slot is new
+    assert [row.count for row in joined.rows] == [1, 1, 1]
+    assert joined.is_decode
 
 
 def test_tokens_come_as_columns_and_what_is_special_by_itself() -> None:
@@ -100,7 +76,7 @@ def test_tokens_come_as_columns_and_what_is_special_by_itself() -> None:
 
 
 def test_columns_survive_the_wire() -> None:
-    outputs = StepOutputs(("a", "b"), [1, 2], [TokenOutput(request_id="c", token_ids=[3])])
+    outputs = StepOutputs(["a", "b"], [1, 2], [TokenOutput(request_id="c", token_ids=[3])])
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(outputs), type=StepOutputs)
     assert list(decoded) == list(outputs)
 
@@ -154,8 +130,7 @@ def test_a_page_is_asked_for_in_the_step_that_begins_it() -> None:
     pages = []
     for _ in range(7):
         batch = launch(subject)
-        first = [(new.first_index, len(new.page_ids)) for new in batch.new_pages]
-        pages.append(first + [(index, 1) for index in batch.next_pages.indices])
+        pages.append([(new.first_index, len(new.page_ids)) for new in batch.new_pages])
         read(subject, batch, 5)
     assert pages == [[(0, 1)], [], [(1, 1)], [], [], [], [(2, 1)]]
 
@@ -166,14 +141,13 @@ def test_counters_are_right_whenever_somebody_asks() -> None:
     read(subject, launch(subject), 5)
     for step in range(2, 12):
         batch = launch(subject)
-        subject.settle()
         assert (request.num_computed_tokens, request.last_step, request.num_tokens) == (step + 1, step, step + 2)
         read(subject, batch, 5)
 
 
 @pytest.mark.parametrize("asked_every", [1, 7, 100])
 def test_output_is_right_whenever_somebody_asks(asked_every: int) -> None:
-    """Two decode, for more steps than are written down at once; a third joins, and one leaves."""
+    """Two decode; a third joins, and one leaves."""
     subject = scheduler()
     first, second = add(subject, "a", max_tokens=100), add(subject, "b", [3, 4], max_tokens=100)
     third, expected = None, []
@@ -187,9 +161,7 @@ def test_output_is_right_whenever_somebody_asks(asked_every: int) -> None:
         if step == 40:
             subject.abort("b")
         if step % asked_every == 0:
-            subject.settle()
             assert first.output_ids == expected
-    subject.settle()
     assert third is not None
     assert first.output_ids == expected
     assert second.output_ids == [1000 + token for token in expected[:41]]
@@ -200,13 +172,3 @@ def test_a_result_of_the_wrong_length_is_refused() -> None:
     subject = decoding(2)
     with pytest.raises(ValueError, match="step 2 samples 2 tokens, not 1"):
         subject.update(launch(subject), StepResult([5], [None]))
-
-
-def test_check_finds_a_member_that_no_calendar_has() -> None:
-    group = DecodeGroup(page_size=4)
-    request = Request("a", [1, 2], SamplingParams(), max_num_tokens=9, slot=0, page_ids=[0], num_computed_tokens=2)
-    group.join(request, step=1)
-    group.check(launched=0)
-    group.take_beginning_page(3)
-    with pytest.raises(RuntimeError, match="a calendar has"):
-        group.check(launched=2)
