@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/all_reduce.py [--json FILE]
 
-The limits in `mini_sglang/direct_sum.py` are where these lines cross. Each sum is checked before it is timed. Most
-sums of a model are "+ residual".
+The limits in `mini_sglang/parallel/symm_mem.py` are where these lines cross. Each sum is checked before it is timed.
+Most sums of a model are "+ residual".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mini_sglang.parallel import connect_gpus
+from mini_sglang.parallel.tensor_parallel import connect_gpus
 
 HIDDEN = 5120
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)

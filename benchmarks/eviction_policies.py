@@ -20,8 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mini_sglang.benchmark.optimal_cache import Beginnings, belady_hits, number_beginnings, unlimited_hits
-from mini_sglang.benchmark.traces import read_trace
+from mini_sglang.bench.optimal_cache import Beginnings, belady_hits, number_beginnings, unlimited_hits
+from mini_sglang.bench.traces import read_trace
 
 Worth = Callable[[int, int, int], float]  # of (misses so far, uses so far, capacity)
 

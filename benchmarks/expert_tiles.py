@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
-from mini_sglang.benchmark.hardware import seconds_in_graph
-from mini_sglang.kernels.experts import (
+from mini_sglang.bench.hardware import seconds_in_graph
+from mini_sglang.kernels.triton.experts import (
     EXPERT_TILES,
     UNSORTED_TOKENS,
     ExpertTile,
@@ -28,10 +28,10 @@ from mini_sglang.kernels.experts import (
     expert_tile,
     tile_rows,
 )
-from mini_sglang.kernels.routing import ExpertOrder, route, sort_by_expert
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.kernels.triton.routing import ExpertOrder, route, sort_by_expert
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
-from mini_sglang.weights.model_config import load_model_config
 
 SHAPES = Path(__file__).parent / "shapes"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)

@@ -37,17 +37,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mini_sglang.benchmark import report
-from mini_sglang.benchmark.hardware import describe, measure_ceilings
-from mini_sglang.benchmark.host_time import host_time
-from mini_sglang.benchmark.kernels import measure_kernels
-from mini_sglang.benchmark.latency import measure_latency
-from mini_sglang.benchmark.offline import Workload, measure_offline
-from mini_sglang.benchmark.roofline import Ceilings
+from mini_sglang.bench import report
+from mini_sglang.bench.hardware import describe, measure_ceilings
+from mini_sglang.bench.host_time import host_time
+from mini_sglang.bench.kernels import measure_kernels
+from mini_sglang.bench.latency import measure_latency
+from mini_sglang.bench.offline import Workload, measure_offline
+from mini_sglang.bench.roofline import Ceilings
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
+from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
-from mini_sglang.weights.model_config import load_model_config
 
 ROOT = Path(__file__).parents[1]
 SMALL, LARGE = "qwen3-0.6b", "qwen3-8b"

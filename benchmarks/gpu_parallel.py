@@ -38,11 +38,11 @@ from transformers import AutoConfig
 
 from benchmarks import gpu, gpu_deterministic, gpu_parity
 from benchmarks.gpu import Figures, Target, getter
-from mini_sglang.benchmark import report
-from mini_sglang.benchmark.hardware import describe, measure_ceilings
-from mini_sglang.benchmark.latency import measure_latency
-from mini_sglang.benchmark.offline import Workload, measure_offline
-from mini_sglang.benchmark.roofline import Ceilings
+from mini_sglang.bench import report
+from mini_sglang.bench.hardware import describe, measure_ceilings
+from mini_sglang.bench.latency import measure_latency
+from mini_sglang.bench.offline import Workload, measure_offline
+from mini_sglang.bench.roofline import Ceilings
 from mini_sglang.engine import Engine
 from mini_sglang.request import SamplingParams
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mini_sglang.benchmark.http_client import HttpClient
+from mini_sglang.bench.http_client import HttpClient
 
 BODY = b'{"prompt": [1, 2, 3, 4], "max_tokens": 10, "stream": true}'
 Post = Callable[[], Awaitable[list[float]]]  # the times of the pieces

@@ -23,11 +23,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mini_sglang.benchmark.apis import APIS, Sampling
-from mini_sglang.benchmark.arrivals import arrival_times
-from mini_sglang.benchmark.http_client import HttpClient
-from mini_sglang.benchmark.load_generator import Load, LoadGenerator, LoadRequest
-from mini_sglang.benchmark.serving_figures import Distribution, Figures, figures_of
+from mini_sglang.bench.apis import APIS, Sampling
+from mini_sglang.bench.arrivals import arrival_times
+from mini_sglang.bench.http_client import HttpClient
+from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest
+from mini_sglang.bench.serving_figures import Distribution, Figures, figures_of
 
 PARTS = ("mean", "p50", "p90", "p95", "p99")
 NAMES = {"TTFT, ms": "ttft_ms", "ITL, ms": "itl_ms", "TPOT, ms": "tpot_ms", "E2E, ms": "e2e_ms"}

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from mini_sglang.kernels.matmul import MATMUL_TILES, MatmulTile, matmul, matmul_tile
-from mini_sglang.kernels.silu_mul import silu_mul
+from mini_sglang.kernels.triton.matmul import MATMUL_TILES, MatmulTile, matmul, matmul_tile
+from mini_sglang.kernels.triton.silu_mul import silu_mul
 
 SHAPES = Path(__file__).parent / "shapes"
 ROWS = (8, 64, 96, 128, 160, 256, 512, 1024, 2048, 8192)

@@ -33,14 +33,14 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from mini_sglang.async_engine import AsyncEngine
 from mini_sglang.config import EngineConfig, ServerConfig
-from mini_sglang.engine_process import EngineLoop
-from mini_sglang.messages import EngineInfo, Ready, decode_from_engine, encode
+from mini_sglang.ipc.async_engine import AsyncEngine
+from mini_sglang.ipc.engine_process import EngineLoop
+from mini_sglang.ipc.messages import EngineInfo, Ready, decode_from_engine, encode
 from mini_sglang.request import FinishReason, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.run import HttpServer
-from mini_sglang.tokenizer import load_tokenizer
+from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 
 Json = dict[str, Any]

@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from mini_sglang.benchmark.datasets import open_dataset
-from mini_sglang.benchmark.http_client import HttpClient
-from mini_sglang.benchmark.serving import measure
-from mini_sglang.benchmark.serving_config import ServingConfig
-from mini_sglang.benchmark.serving_figures import Figures
+from mini_sglang.bench.datasets import open_dataset
+from mini_sglang.bench.http_client import HttpClient
+from mini_sglang.bench.serving import measure
+from mini_sglang.bench.serving_config import ServingConfig
+from mini_sglang.bench.serving_figures import Figures
 from mini_sglang.verify import load_reference
 from mini_sglang.weights.hub import resolve_model
 

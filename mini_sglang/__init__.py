@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mini_sglang.engine import Engine
     from mini_sglang.llm import LLM
     from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, Usage
-    from mini_sglang.tokenizer import Tokenizer
+    from mini_sglang.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _MODULES = {
     "SamplingParams": "request",
     "ServerConfig": "config",
     "TokenLogprobs": "request",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "text.tokenizer",
     "Usage": "request",
 }
 

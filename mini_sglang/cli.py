@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import mini_sglang
-from mini_sglang.benchmark.kernel_time import GROUPS
-from mini_sglang.benchmark.serving_config import ServingConfig
+from mini_sglang.bench.kernel_time import GROUPS
+from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.request import SamplingParams
 
 if TYPE_CHECKING:
-    from mini_sglang.benchmark.commands import Output
+    from mini_sglang.bench.commands import Output
 
 FAILED = 1
 USER_ERROR = 2
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_of_another_rank(error: RuntimeError) -> bool:
     """Whether its message says all: a traceback would only show where this rank was when another one failed."""
-    from mini_sglang.parallel import CollectiveError, RankError
+    from mini_sglang.parallel.tensor_parallel import CollectiveError, RankError
 
     return isinstance(error, RankError) and isinstance(error.__cause__, CollectiveError | ValueError | OSError | None)
 
@@ -121,8 +121,8 @@ def bench_offline(options: argparse.Namespace) -> int:
     config = _engine_config(options)
     if options.profile_steps is not None and not options.profile:
         raise ValueError(f"--profile-steps {options.profile_steps} says how long to profile, so it needs --profile")
-    from mini_sglang.benchmark import commands
-    from mini_sglang.benchmark.offline import Workload
+    from mini_sglang.bench import commands
+    from mini_sglang.bench.offline import Workload
 
     workload = Workload.random(options.sequences, options.longest, options.shortest)
     profile_steps = (options.profile_steps or PROFILE_STEPS) if options.profile else 0
@@ -132,8 +132,8 @@ def bench_offline(options: argparse.Namespace) -> int:
 
 def bench_latency(options: argparse.Namespace) -> int:
     config = _engine_config(options)
-    from mini_sglang.benchmark import commands
-    from mini_sglang.benchmark.offline import Workload
+    from mini_sglang.bench import commands
+    from mini_sglang.bench.offline import Workload
 
     workload = Workload.streams(options.batch, options.input, options.output)
     commands.bench_latency(config, workload, _bench_output(options), runs=options.runs)
@@ -142,14 +142,14 @@ def bench_latency(options: argparse.Namespace) -> int:
 
 def bench_kernels(options: argparse.Namespace) -> int:
     config = _engine_config(options)
-    from mini_sglang.benchmark import commands
+    from mini_sglang.bench import commands
 
     commands.bench_kernels(config, _bench_output(options), groups=options.only or GROUPS)
     return 0
 
 
 def bench_explain(options: argparse.Namespace) -> int:
-    from mini_sglang.benchmark.explain import explain
+    from mini_sglang.bench.explain import explain
 
     explain(options.file, json_path=options.json, plot_path=options.plot, window=(options.start, options.end))
     return 0
@@ -157,16 +157,16 @@ def bench_explain(options: argparse.Namespace) -> int:
 
 def bench_serving(options: argparse.Namespace) -> int:
     config = _from_options(ServingConfig, options)
-    from mini_sglang.benchmark.serving import bench_serving as measure
+    from mini_sglang.bench.serving import bench_serving as measure
 
     return 0 if measure(config, json_path=options.json, plot_path=options.plot) else FAILED
 
 
 def bench_prefix(options: argparse.Namespace) -> int:
-    from mini_sglang.benchmark import prefix_report
-    from mini_sglang.benchmark.prefix import SHARES, measure_prefix
-    from mini_sglang.benchmark.pyplot import load_pyplot
-    from mini_sglang.benchmark.traces import read_trace
+    from mini_sglang.bench import prefix_report
+    from mini_sglang.bench.prefix import SHARES, measure_prefix
+    from mini_sglang.bench.pyplot import load_pyplot
+    from mini_sglang.bench.traces import read_trace
 
     if options.plot is not None:
         load_pyplot()  # fails before the work, not after it
@@ -185,7 +185,7 @@ def bench_prefix(options: argparse.Namespace) -> int:
 
 
 def _bench_output(options: argparse.Namespace) -> Output:
-    from mini_sglang.benchmark.commands import Output
+    from mini_sglang.bench.commands import Output
 
     return Output(options.json, options.copy_tb_s, options.gemm_tflop_s)
 

@@ -160,7 +160,7 @@ _LEAST = {  # of settings that may be left open
     "cuda_graph_max_bs": 0,
 }
 _MOST = {
-    "run_ahead": (32, "1 keeps a GPU busy"),  # the rings in execution/mailbox.py are twice as long
+    "run_ahead": (32, "1 keeps a GPU busy"),  # the rings in execution/pinned_ring.py are twice as long
     "num_threads": (1024, "one for each core is the fastest"),
 }
 _DEVICES = ("auto", "cpu", "cuda")

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.executor import Executor, StepHandle, is_lost
-from mini_sglang.grammar_masks import GrammarMasks
-from mini_sglang.observer import EngineObserver
+from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
+from mini_sglang.grammar.masks import GrammarMasks
+from mini_sglang.observability.observer import EngineObserver
+from mini_sglang.observability.step_log import StepLog
 from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
-from mini_sglang.step_log import StepLog
-from mini_sglang.structured_output import GrammarCompiler, Vocabulary
 from mini_sglang.weights.hub import ModelSource
 
 if TYPE_CHECKING:
-    from mini_sglang.tokenizer import Tokenizer
+    from mini_sglang.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _load_compiler(
 ) -> GrammarCompiler:
     """Imported here: transformers, which only a tokenizer needs, takes a second."""
     if tokenizer is None:
-        from mini_sglang.tokenizer import load_tokenizer
+        from mini_sglang.text.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(source)
     vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_token_ids)

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.llm import LLM
-from mini_sglang.models.config import ExpertsConfig, ModelConfig
+from mini_sglang.model_config import ExpertsConfig, ModelConfig
 from mini_sglang.request import SamplingParams
-from mini_sglang.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf import open_gguf
+from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource, resolve_model
-from mini_sglang.weights.model_config import load_model_config
 
 PROMPTS = {
     "capital": "The capital of France is",

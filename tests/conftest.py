@@ -36,12 +36,12 @@ from transformers import (
 )
 
 import mini_sglang
-import mini_sglang.execution.ranks
-from mini_sglang.execution import worker
-from mini_sglang.execution.ranks import Assignment, Job
+import mini_sglang.execution.worker_group
+from mini_sglang.execution import worker_main
+from mini_sglang.execution.worker_group import Assignment, Job
 from mini_sglang.request import SamplingParams, TokenOutput
-from mini_sglang.tokenizer import Tokenizer as MiniTokenizer
-from mini_sglang.tokenizer import load_tokenizer
+from mini_sglang.text.tokenizer import Tokenizer as MiniTokenizer
+from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.weights.hub import ModelSource, resolve_model
 
 VOCAB_SIZE = 320
@@ -106,7 +106,7 @@ class ThreadWorkers:
 
     def __init__(self, job: Job, ranks: range, first_of_node: int) -> None:
         self._threads = [
-            threading.Thread(target=worker.run, args=(Assignment(job, rank, 0),), daemon=True) for rank in ranks
+            threading.Thread(target=worker_main.run, args=(Assignment(job, rank, 0),), daemon=True) for rank in ranks
         ]
         for thread in self._threads:
             thread.start()
@@ -234,7 +234,7 @@ def running() -> Running:
 @pytest.fixture
 def thread_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of tensor parallelism are threads, which start at once; what they run is what a process runs."""
-    monkeypatch.setattr(mini_sglang.execution.ranks, "LocalWorkers", ThreadWorkers)
+    monkeypatch.setattr(mini_sglang.execution.worker_group, "LocalWorkers", ThreadWorkers)
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-import mini_sglang.tokenizer
+import mini_sglang.text.tokenizer
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.execution.executor import StepHandle
+from mini_sglang.grammar.compiler import GrammarCompiler
 from mini_sglang.request import FinishReason, SamplingParams, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
-from mini_sglang.structured_output import GrammarCompiler
-from mini_sglang.tokenizer import load_tokenizer
+from mini_sglang.text.tokenizer import load_tokenizer
 
 FREE = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 DIGITS = SamplingParams(regex="[0-9]{20}", temperature=0)
@@ -229,7 +229,7 @@ def test_the_tokenizer_is_loaded_with_the_first_grammar(make_engine: Any, monkey
         loaded.append(source)
         return load_tokenizer(source)
 
-    monkeypatch.setattr(mini_sglang.tokenizer, "load_tokenizer", load)
+    monkeypatch.setattr(mini_sglang.text.tokenizer, "load_tokenizer", load)
     engine = make_engine()
     run(engine, {"x": ([7, 8], FREE)})
     assert not loaded

@@ -27,7 +27,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     [
         "import mini_sglang",
         "from mini_sglang import SamplingParams, EngineConfig, ServerConfig, RequestOutput",
-        "import mini_sglang.detokenizer, mini_sglang.output_processor",
+        "import mini_sglang.text.detokenizer, mini_sglang.text.output_processor",
         "from mini_sglang.cli import main\ntry: main(['generate', '--help'])\nexcept SystemExit: pass",
     ],
 )

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.messages import AddRequest
-from mini_sglang.output_processor import OutputProcessor
+from mini_sglang.ipc.messages import AddRequest
 from mini_sglang.request import StepOutputs
-from mini_sglang.server.protocol import GenerateBody, parse_prompt
+from mini_sglang.server.openai.bodies import GenerateBody, parse_prompt
 from mini_sglang.server.request_body import check_body
-from mini_sglang.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.text.output_processor import OutputProcessor
+from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 
 BODY = b'{"prompt": "The capital of France is", "max_tokens": 6, "temperature": 0, "logprobs": 3}'
@@ -69,19 +69,21 @@ def arrive(trace: Trace, engine: Engine, tokenizer: Tokenizer) -> OutputProcesso
     with trace.timed():
         body = check_body(json.loads(BODY), GenerateBody)
         params, prompt = body.sampling_params(), parse_prompt(body.prompt)
-    trace.stage("route", "server/native_routes.py", body=BODY.decode(), becomes=msgspec.to_builtins(params))
+    trace.stage("route", "server/native/routes.py", body=BODY.decode(), becomes=msgspec.to_builtins(params))
 
     with trace.timed():
         prompt_ids = tokenizer.encode(str(prompt))
     pieces = " ".join(f"{token_id}={tokenizer.decode([token_id])!r}" for token_id in prompt_ids)
-    trace.stage("tokenize", "tokenizer.py", text=repr(prompt), becomes=pieces)
+    trace.stage("tokenize", "text/tokenizer.py", text=repr(prompt), becomes=pieces)
 
     with trace.timed():
         wire = msgspec.msgpack.encode(AddRequest("r1", prompt_ids, params))
         message = msgspec.msgpack.decode(wire, type=AddRequest)
         engine.add_request(message.request_id, message.prompt_ids, message.params)
     trace.stage(
-        "carry", "async_engine.py → engine_process.py", message=f"{len(wire)} bytes of msgpack, one queue behind"
+        "carry",
+        "ipc/async_engine.py → ipc/engine_process.py",
+        message=f"{len(wire)} bytes of msgpack, one queue behind",
     )
     return OutputProcessor(tokenizer, "r1", len(prompt_ids), params)
 
@@ -119,7 +121,7 @@ def step(trace: Trace, engine: Engine, tokenizer: Tokenizer, processor: OutputPr
         answer = processor.push(output)
     reason = answer.finish_reason
     then = "an event to the client" if reason is None else f"the last event: finish_reason {reason.value}"
-    trace.stage("tell", "output_processor.py, detokenizer.py", text=repr(answer.text_delta), then=then)
+    trace.stage("tell", "text/output_processor.py, text/detokenizer.py", text=repr(answer.text_delta), then=then)
 
 
 def repeat(console: Console, engine: Engine, tokenizer: Tokenizer, processor: OutputProcessor) -> None:

@@ -15,17 +15,17 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.kernels.base import TorchKernels
+from mini_sglang.kernels.interface import TorchKernels
 from mini_sglang.layers.embedding import Embedding
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.learn.checking import expect, expect_close, guards
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.registry import build_model
-from mini_sglang.parallel import SINGLE, CollectiveError, TensorParallel, connect_cpus
-from mini_sglang.sharding import Shard, copy_shard, shard_evenly, shard_heads, whole
+from mini_sglang.parallel.sharding import Shard, copy_shard, shard_evenly, shard_heads, whole
+from mini_sglang.parallel.tensor_parallel import SINGLE, CollectiveError, TensorParallel, connect_cpus
 from mini_sglang.weights.load import DummyTensor, load_dummy_weights
 
 CPU = torch.device("cpu")

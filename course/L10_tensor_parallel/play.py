@@ -15,9 +15,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.parallel import TensorParallel, connect_cpus
+from mini_sglang.parallel.sharding import Shard, shard_evenly, shard_heads
+from mini_sglang.parallel.tensor_parallel import TensorParallel, connect_cpus
 from mini_sglang.request import SamplingParams
-from mini_sglang.sharding import Shard, shard_evenly, shard_heads
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",

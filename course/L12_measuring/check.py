@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from mini_sglang.benchmark.roofline import Ceilings, Traffic, num_weights, weights_read
+from mini_sglang.bench.roofline import Ceilings, Traffic, num_weights, weights_read
 from mini_sglang.learn.checking import expect, guards
-from mini_sglang.models.config import ExpertsConfig, ModelConfig
+from mini_sglang.model_config import ExpertsConfig, ModelConfig
 
 SIZES: dict[str, Any] = {
     "architecture": "llama",
@@ -143,8 +143,8 @@ class Clock:
 
 def timed(*step_seconds: float) -> Any:
     """What `stream` says of one request, whose tokens take so long."""
-    from mini_sglang.benchmark import latency
-    from mini_sglang.benchmark.offline import Workload
+    from mini_sglang.bench import latency
+    from mini_sglang.bench.offline import Workload
 
     engine: Any = Clock(*step_seconds)
     with mock.patch("time.perf_counter", side_effect=lambda: engine.now):
@@ -177,7 +177,7 @@ def test_the_wait_for_the_first_token_is_no_gap_between_tokens() -> None:
 
 
 def spans(*times: tuple[str, float, float]) -> Any:
-    from mini_sglang.benchmark.profile import Span, summarise
+    from mini_sglang.bench.profile import Span, summarise
 
     return summarise([Span(*each) for each in times], "lesson", steps=1)
 

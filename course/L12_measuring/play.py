@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mini_sglang.benchmark.hardware import measure_ceilings
-from mini_sglang.benchmark.roofline import Ceilings, Traffic, num_weights
+from mini_sglang.bench.hardware import measure_ceilings
+from mini_sglang.bench.roofline import Ceilings, Traffic, num_weights
 from mini_sglang.config import EngineConfig
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.request import Request, SamplingParams
 from mini_sglang.scheduling.simulation import Simulation
 

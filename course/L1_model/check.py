@@ -12,11 +12,11 @@ from gguf.constants import GGMLQuantizationType
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.kernels.base import KVCells, Rotation, TorchKernels
+from mini_sglang.kernels.interface import KVCells, Rotation, TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.layers.rotary import RotaryTables, inverse_frequencies
 from mini_sglang.learn.checking import expect, guards
-from mini_sglang.models.config import ModelConfig, RopeScaling
+from mini_sglang.model_config import ModelConfig, RopeScaling
 from mini_sglang.request import SamplingParams
 from mini_sglang.weights.gguf import _unpack, half_split_order
 from mini_sglang.weights.load import DummyTensor, _match

@@ -11,16 +11,16 @@ from rich.table import Table
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.kernels.base import KVCells, Rotation, TorchKernels
+from mini_sglang.kernels.interface import KVCells, Rotation, TorchKernels
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.registry import build_model
-from mini_sglang.tokenizer import load_tokenizer
+from mini_sglang.text.tokenizer import load_tokenizer
+from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from mini_sglang.weights.load import load_weights
-from mini_sglang.weights.model_config import load_model_config
 
 PROMPT = "The capital of France is"
 

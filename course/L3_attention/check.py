@@ -169,7 +169,7 @@ def kernels() -> ModuleType:
     """Triton decides when it is imported whether it compiles or interprets: so it is imported here."""
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    from mini_sglang.kernels import paged_prefill
+    from mini_sglang.kernels.triton import paged_prefill
 
     return paged_prefill
 

@@ -9,11 +9,11 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from mini_sglang.detokenizer import IncrementalDetokenizer, StopChecker
 from mini_sglang.learn.checking import expect, guards
-from mini_sglang.output_processor import OutputProcessor
 from mini_sglang.request import FinishReason, SamplingParams, TokenOutput
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.detokenizer import IncrementalDetokenizer, StopChecker
+from mini_sglang.text.output_processor import OutputProcessor
+from mini_sglang.text.tokenizer import Tokenizer
 
 BYTES = range(256)
 PIECES = ["<unk>", "▁", "▁the", "▁cat", "s", "日"]

@@ -7,8 +7,8 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from mini_sglang.detokenizer import IncrementalDetokenizer, StopChecker
-from mini_sglang.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.text.detokenizer import IncrementalDetokenizer, StopChecker
+from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 
 TEXT = "Zoë likes 🦜 and 日本"

@@ -18,10 +18,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mini_sglang.async_engine import AsyncEngine, Mailbox
 from mini_sglang.config import EngineConfig
-from mini_sglang.learn.checking import LessonError, expect, guards
-from mini_sglang.messages import (
+from mini_sglang.ipc.async_engine import AsyncEngine, Mailbox
+from mini_sglang.ipc.messages import (
     AbortRequest,
     EngineInfo,
     GetStats,
@@ -31,6 +30,7 @@ from mini_sglang.messages import (
     decode_to_engine,
     encode,
 )
+from mini_sglang.learn.checking import LessonError, expect, guards
 from mini_sglang.request import (
     FinishReason,
     GeneratedTokens,
@@ -40,7 +40,7 @@ from mini_sglang.request import (
     TokenOutput,
     Usage,
 )
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 SOON_S = 2.0  # for what should happen at once
@@ -419,7 +419,7 @@ class Script:
 
 def loop(script: Script, parent_pid: int, *, busy: bool) -> Any:
     """A real EngineLoop around an engine that is only busy or not."""
-    from mini_sglang.engine_process import EngineLoop
+    from mini_sglang.ipc.engine_process import EngineLoop
 
     engine: Any = SimpleNamespace(has_work=busy, stats=lambda: None, check=lambda: None, check_ranks=lambda: None)
     return EngineLoop(engine, script, parent_pid)  # type: ignore[arg-type]

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mini_sglang.async_engine import AsyncEngine
 from mini_sglang.config import EngineConfig
-from mini_sglang.messages import AbortRequest, AddRequest, EngineInfo, Outputs, decode_to_engine, encode
+from mini_sglang.ipc.async_engine import AsyncEngine
+from mini_sglang.ipc.messages import AbortRequest, AddRequest, EngineInfo, Outputs, decode_to_engine, encode
 from mini_sglang.request import FinishReason, SamplingParams, StepOutputs, TokenOutput
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.tokenizer import Tokenizer
 
 STEP_S, ANSWER = 0.04, "abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz"
 console, began = Console(), time.perf_counter()

@@ -19,7 +19,7 @@ from mini_sglang.execution.executor import StepHandle
 from mini_sglang.execution.model_runner import Sampled
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.learn.checking import LessonError, expect, guards
-from mini_sglang.observer import EngineObserver, PhaseName
+from mini_sglang.observability.observer import EngineObserver, PhaseName
 from mini_sglang.request import StepOutputs
 from mini_sglang.scheduling.batch import Row, ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler
@@ -362,12 +362,12 @@ class RecordedGraphs(StepGraphs):
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     """Graphs for up to 6 rows, idle slot 99, whose step gives back the slots that it computes."""
-    from mini_sglang.execution import mailbox  # needs Triton
-    from mini_sglang.kernels.decode_step import leave_tokens_reference, take_pages_reference
+    from mini_sglang.execution import pinned_ring  # needs Triton
+    from mini_sglang.kernels.triton.decode_step import leave_tokens_reference, take_pages_reference
 
     monkeypatch.setattr(cuda_graph, "StepGraphs", RecordedGraphs)
-    monkeypatch.setattr(mailbox, "take_pages", take_pages_reference)
-    monkeypatch.setattr(mailbox, "leave_tokens", leave_tokens_reference)
+    monkeypatch.setattr(pinned_ring, "take_pages", take_pages_reference)
+    monkeypatch.setattr(pinned_ring, "leave_tokens", leave_tokens_reference)
     graphs = DecodeGraphs(lambda slots: GraphStep(slots, slots), 6, small_table(CPU), None)
     graphs._graphs.first_kernel = graphs._mailbox.take  # type: ignore[attr-defined]
     return graphs

@@ -13,7 +13,7 @@ from typing import Any
 from course.L0_tour import play
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.tokenizer import load_tokenizer
+from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 
 TRACE = Path(__file__).with_name("trace.json")

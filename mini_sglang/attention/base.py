@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from mini_sglang.kernels.base import KVCells
+from mini_sglang.kernels.interface import KVCells
 
 
 @dataclass(frozen=True)

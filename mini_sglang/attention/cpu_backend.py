@@ -13,7 +13,7 @@ import torch
 from mini_sglang.attention.base import AttentionMetadata, AttentionPlan
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferencePlan
-from mini_sglang.kernels.cpu_kernels import CpuKernels
+from mini_sglang.kernels.cpu.kernels import CpuKernels
 
 
 class CpuBackend:

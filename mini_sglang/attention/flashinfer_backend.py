@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.kernels.base import KVCells
+from mini_sglang.kernels.interface import KVCells
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 256 << 20  # partial results of rows that are cut; a plan that needs more is an error of FlashInfer's

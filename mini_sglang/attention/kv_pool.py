@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mini_sglang.attention.transfer import send
-from mini_sglang.kernels.base import KVCells, movable
+from mini_sglang.kernels.interface import KVCells, movable
 
 _COPY_BYTES = 64 << 20  # that are on their way at once when pages are copied
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.kernels.base import KVCells
+from mini_sglang.kernels.interface import KVCells
 
 
 class ReferenceBackend:

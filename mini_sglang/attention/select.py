@@ -14,7 +14,7 @@ import torch
 from mini_sglang.attention.base import AttentionBackend, AttentionMetadata, AttentionPlan
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.kernels.base import FP8
+from mini_sglang.kernels.interface import FP8
 
 _SLIDING_BACKENDS = ("reference", "cpu", "triton")
 GRAPH_BACKENDS = ("triton", "flash_attn")  # decode steps can lie in CUDA graphs: they read lengths on the device
@@ -67,7 +67,7 @@ def _make(
         )
     if name == "cpu":
         from mini_sglang.attention.cpu_backend import CpuBackend
-        from mini_sglang.kernels.cpu_kernels import CpuKernels
+        from mini_sglang.kernels.cpu.kernels import CpuKernels
 
         return CpuBackend(pool, dtype, CpuKernels(dtype), window)
     if name == "triton":

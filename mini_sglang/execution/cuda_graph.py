@@ -80,7 +80,7 @@ class DecodeGraphs:
     def __init__(
         self, step: Callable[[torch.Tensor], GraphStep], max_rows: int, table: RequestTable, pool: Any
     ) -> None:
-        from mini_sglang.execution.mailbox import Mailbox  # Triton: only where there is a GPU
+        from mini_sglang.execution.pinned_ring import Mailbox  # Triton: only where there is a GPU
 
         self.max_rows = max_rows
         self._idle_slot = table.idle_slot
@@ -126,7 +126,7 @@ def share_memory_alike(graph: torch.cuda.CUDAGraph, percent: int) -> None:
     """Have all kernels of a captured graph ask for `percent` of what can be shared memory, or what they need of it.
 
     Kernels that divide a multiprocessor's memory differently cannot be on it at once, even where the next may start
-    before the last has ended (`kernels/overlap.py`); and the driver, unasked, divides it for each kernel alone. The
+    before the last has ended (`kernels/triton/pdl.py`); and the driver, unasked, divides it for each kernel alone. The
     graph is not instantiated yet. A driver that is too old for it is left to its choice, with a warning.
     """
     driver = ctypes.CDLL("libcuda.so.1")

@@ -12,7 +12,7 @@ import torch
 
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import is_biased, is_penalised
-from mini_sglang.kernels.sampling import PROMPT, SlotState, sample_slots
+from mini_sglang.kernels.triton.sampling import PROMPT, SlotState, sample_slots
 from mini_sglang.request import SamplingParams
 from mini_sglang.scheduling.batch import NewRow
 

@@ -13,17 +13,17 @@ import torch
 from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.model_runner import Sampled
-from mini_sglang.execution.rank import DTYPES, Rank, find_model, kv_dtype, page_bytes, resolved
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.kernels.cpu_linear import CpuMatrix
-from mini_sglang.models.config import ModelConfig
-from mini_sglang.parallel import SINGLE, RankError
+from mini_sglang.execution.worker import DTYPES, Rank, find_model, kv_dtype, page_bytes, resolved
+from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.parallel.tensor_parallel import SINGLE, RankError
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import has_packed_blocks
 
 if TYPE_CHECKING:  # it needs ZeroMQ
-    from mini_sglang.execution.ranks import Ranks
+    from mini_sglang.execution.worker_group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Executor:
 
 def _start_ranks(config: EngineConfig) -> Ranks:
     """Imported here, since one rank has no use for ZeroMQ."""
-    from mini_sglang.execution.ranks import Ranks
+    from mini_sglang.execution.worker_group import Ranks
 
     return Ranks(config)
 

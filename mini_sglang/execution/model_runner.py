@@ -11,7 +11,7 @@ from mini_sglang.attention.base import GraphBackend, PromptBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, graph_sizes
-from mini_sglang.execution.prompt_graph import PromptGraphs, PromptInputs, PromptOrder, prompt_sizes
+from mini_sglang.execution.prefill_graph import PromptGraphs, PromptInputs, PromptOrder, prompt_sizes
 from mini_sglang.execution.prompt_logprobs import asked_of, look_up_prompts
 from mini_sglang.execution.request_table import RequestTable, StepInputs
 from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
@@ -76,7 +76,7 @@ class ModelRunner:
 
         All of it goes into a graph that is thrown away: nothing is computed, so nothing has to be right.
         """
-        from mini_sglang.execution.mailbox import Mailbox  # Triton: only where there is a GPU
+        from mini_sglang.execution.pinned_ring import Mailbox  # Triton: only where there is a GPU
 
         table, backend = self._table, self._backends.prefill
         if self._sampler is None or not isinstance(backend, PromptBackend):
@@ -117,7 +117,7 @@ class ModelRunner:
         What a graph captures; logits go into the first rows of `out` where that is given. TypeError if attention cannot
         be planned this way, or the device cannot sample.
         """
-        from mini_sglang.kernels.decode_step import decode_inputs  # Triton: only where there is a GPU
+        from mini_sglang.kernels.triton.decode_step import decode_inputs  # Triton: only where there is a GPU
 
         backend, table = self._backends.decode, self._table
         if not isinstance(backend, GraphBackend) or self._sampler is None:

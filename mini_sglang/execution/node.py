@@ -11,7 +11,7 @@ import zmq
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.execution.ranks import (
+from mini_sglang.execution.worker_group import (
     LEAVE,
     LEAVE_S,
     MEETING_S,
@@ -23,7 +23,7 @@ from mini_sglang.execution.ranks import (
     new_context,
     split_address,
 )
-from mini_sglang.parallel import RankError
+from mini_sglang.parallel.tensor_parallel import RankError
 
 logger = logging.getLogger(__name__)
 

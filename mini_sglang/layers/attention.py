@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
-from mini_sglang.kernels.base import Rotation, Stream
+from mini_sglang.kernels.interface import Rotation, Stream
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.layers.qk_norm import WholeNorms
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.tensor import WeightSlot
 
 

@@ -7,7 +7,7 @@ import torch
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.sharding import copy_shard, whole
+from mini_sglang.parallel.sharding import copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 

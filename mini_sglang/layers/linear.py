@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mini_sglang.kernels.base import Matrix, Stream
-from mini_sglang.kernels.cpu_linear import CpuMatrix
+from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.interface import Matrix, Stream
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.sharding import Shard, copy_shard, whole
+from mini_sglang.parallel.sharding import Shard, copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightSlot
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mini_sglang.kernels.base import Stream
+from mini_sglang.kernels.interface import Stream
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.tensor import WeightSlot
 
 

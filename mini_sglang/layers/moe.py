@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.base import Stream
+from mini_sglang.kernels.interface import Stream
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
-from mini_sglang.sharding import Shard, copy_shard, whole
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.parallel.sharding import Shard, copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.base import Norm
+from mini_sglang.kernels.interface import Norm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mini_sglang.kernels.base import Kernels
-from mini_sglang.parallel import SINGLE, TensorParallel
+from mini_sglang.kernels.interface import Kernels
+from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
-from mini_sglang.sharding import shard_heads
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.parallel.sharding import shard_heads
 from mini_sglang.weights.tensor import WeightSlot
 
 

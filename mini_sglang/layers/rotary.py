@@ -9,9 +9,9 @@ import math
 
 import torch
 
-from mini_sglang.kernels.base import Rotation
+from mini_sglang.kernels.interface import Rotation
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig, RopeScaling
+from mini_sglang.model_config import ModelConfig, RopeScaling
 
 
 class RotaryTables:

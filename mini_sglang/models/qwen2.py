@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.llama import llama
 from mini_sglang.models.transformer import Transformer
 

@@ -8,7 +8,7 @@ from mini_sglang.layers.attention import Attention
 from mini_sglang.layers.mlp import GatedMLP
 from mini_sglang.layers.moe import MixtureOfExperts
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.transformer import MLPPart, Transformer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.llama import llama
 from mini_sglang.models.mistral import mistral
 from mini_sglang.models.mixtral import mixtral

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
-from mini_sglang.kernels.base import Rotation, Stream
+from mini_sglang.kernels.interface import Rotation, Stream
 from mini_sglang.layers.embedding import Embedding, OutputHead
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.layers.rotary import RotaryTables
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.weights.tensor import WeightSlot
 

@@ -12,20 +12,18 @@ from starlette.middleware.cors import CORSMiddleware
 
 import mini_sglang
 from mini_sglang.config import ServerConfig
-from mini_sglang.server import (
-    anthropic_routes,
-    native_routes,
-    openai_routes,
-    pages,
-    responses_routes,
-    sglang_routes,
-)
+from mini_sglang.server import pages
+from mini_sglang.server.anthropic import routes as anthropic_routes
 from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
+from mini_sglang.server.native import routes as native_routes
+from mini_sglang.server.openai import routes as openai_routes
 from mini_sglang.server.openapi import describe
+from mini_sglang.server.pacing import OneByOne
 from mini_sglang.server.request_log import RequestLog
-from mini_sglang.server.turnstile import OneByOne
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.server.responses import routes as responses_routes
+from mini_sglang.server.sglang import routes as sglang_routes
+from mini_sglang.text.tokenizer import Tokenizer
 
 description_router = APIRouter(include_in_schema=False)
 

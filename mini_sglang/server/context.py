@@ -13,14 +13,14 @@ from typing import Protocol
 from fastapi import Request
 
 from mini_sglang.config import ServerConfig
-from mini_sglang.messages import EngineInfo
+from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.request import RequestOutput, SamplingParams, shorten
 from mini_sglang.scheduling.scheduler import SchedulerStats
-from mini_sglang.server.dialect import Dialect
+from mini_sglang.server.answers.model_format import Dialect
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.metrics import ServerMetrics
-from mini_sglang.server.turnstile import Turnstile
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.server.pacing import Turnstile
+from mini_sglang.text.tokenizer import Tokenizer
 
 
 class ServingEngine(Protocol):

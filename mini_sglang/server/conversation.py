@@ -12,14 +12,14 @@ from typing import Protocol
 from fastapi import Request, Response
 
 from mini_sglang.request import RequestOutput
-from mini_sglang.server.anthropic_protocol import MessagesBody
+from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.anthropic.bodies import MessagesBody
 from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.dialect import AnswerPlan
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.generation import Job, collect, encode_answer, make_chat_job, run_job
-from mini_sglang.server.openai_format import Json
+from mini_sglang.server.openai.format import Json
 from mini_sglang.server.request_body import invalid_body, work_on_body
-from mini_sglang.server.responses_protocol import ResponsesBody
+from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.server.streaming import EventStream, named_event, while_connected
 
 

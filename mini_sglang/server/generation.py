@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mini_sglang.messages import EngineInfo
+from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage, shorten
+from mini_sglang.server.answers.model_format import AnswerPlan
 from mini_sglang.server.context import ServerContext
-from mini_sglang.server.dialect import AnswerPlan
 from mini_sglang.server.errors import ApiError, in_words, invalid
-from mini_sglang.server.protocol import JobBody, Message, TemplateBody
+from mini_sglang.server.openai.bodies import JobBody, Message, TemplateBody
 
 Result = TypeVar("Result")
 

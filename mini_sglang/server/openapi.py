@@ -11,12 +11,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from mini_sglang.server.anthropic_protocol import CountTokensBody, MessagesBody
+from mini_sglang.server.anthropic.bodies import CountTokensBody, MessagesBody
 from mini_sglang.server.examples import EXAMPLES
-from mini_sglang.server.protocol import ROUTE_BODIES
+from mini_sglang.server.openai.bodies import ROUTE_BODIES
 from mini_sglang.server.request_body import SCHEMA_REF
-from mini_sglang.server.responses_protocol import ResponsesBody
-from mini_sglang.server.sglang_protocol import SglangBody
+from mini_sglang.server.responses.bodies import ResponsesBody
+from mini_sglang.server.sglang.bodies import SglangBody
 
 Json = dict[str, Any]
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import uvicorn
 
-from mini_sglang.async_engine import AsyncEngine
 from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.server.api_keys import with_all_keys
 from mini_sglang.server.app import create_app
 from mini_sglang.server.bounded_http import BoundedHttp

@@ -15,7 +15,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf_file import GGUFFile, TensorInfo
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, listed
 

@@ -16,14 +16,14 @@ from mini_sglang.execution.cuda_graph import GraphStep
 from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.model_runner import ModelRunner
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.kernels.base import TorchKernels
+from mini_sglang.kernels.interface import TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.registry import build_model
 from mini_sglang.request import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.load import load_weights
-from mini_sglang.weights.model_config import load_model_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, PAGES_PER_SLOT, PAGE_SIZE = 6, 3, 16

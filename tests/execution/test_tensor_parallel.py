@@ -1,7 +1,7 @@
 """Equal answers: a model that several ranks share says what it says alone, which is what transformers says.
 
 The workers are threads here, which start at once: what they run is what a worker's process runs. Processes are the
-matter of test_ranks.py.
+matter of test_worker_group.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 from mini_sglang.execution.cuda_graph import DecodeGraphs, StepGraphs, graph_sizes
 from mini_sglang.execution.executor import Executor
-from mini_sglang.execution.prompt_graph import PromptGraphs
+from mini_sglang.execution.prefill_graph import PromptGraphs
 from mini_sglang.request import SamplingParams
 
 pytestmark = pytest.mark.gpu

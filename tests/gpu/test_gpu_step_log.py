@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mini_sglang.observability.step_log import Step, read_lines
 from mini_sglang.request import SamplingParams
-from mini_sglang.step_log import Step, read_lines
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from mini_sglang.kernels.base import Stream, TorchKernels
+from mini_sglang.kernels.interface import Stream, TorchKernels
 from mini_sglang.layers.mlp import GatedMLP
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ModelConfig
-from mini_sglang.parallel import SINGLE, TensorParallel, connect_cpus
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel, connect_cpus
 from mini_sglang.weights.load import DummyTensor
 
 CPU = torch.device("cpu")

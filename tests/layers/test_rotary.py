@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mini_sglang.layers.rotary import inverse_frequencies
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RELEASES: dict[str, dict[str, Any]] = {

@@ -14,11 +14,11 @@ import torch
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.kernels.base import Kernels, TorchKernels
-from mini_sglang.kernels.cpu_linear import CpuMatrix
-from mini_sglang.kernels.triton_kernels import TritonKernels
+from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.interface import Kernels, TorchKernels
+from mini_sglang.kernels.triton.kernels import TritonKernels
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.config import ExpertsConfig, ModelConfig
+from mini_sglang.model_config import ExpertsConfig, ModelConfig
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.registry import build_model
 from mini_sglang.models.transformer import Transformer

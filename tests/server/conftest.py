@@ -17,12 +17,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from mini_sglang.config import EngineConfig, ServerConfig
-from mini_sglang.messages import EngineInfo
-from mini_sglang.output_processor import OutputProcessor
+from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, TokenOutput
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.app import create_app
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.output_processor import OutputProcessor
+from mini_sglang.text.tokenizer import Tokenizer
 
 CONTEXT_LENGTH = 512
 PAGE_SIZE = 16

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from mini_sglang.async_engine import EngineDeadError
+from mini_sglang.ipc.async_engine import EngineDeadError
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.tokenizer import Tokenizer
 
 POOL_TOKENS = 1024
 CHUNK = 128

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.tokenizer import Tokenizer
 
 # As Qwen3's: the model thinks unless the prompt holds an empty thought.
 QWEN3 = """\

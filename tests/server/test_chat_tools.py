@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
 
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.tokenizer import Tokenizer
 
 # Templates that write as those of models do, in short.
 QWEN = """\

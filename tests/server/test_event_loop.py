@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from mini_sglang.server import native_routes
-from mini_sglang.server.anthropic_protocol import MessagesBody, PromptBody, TextBlock, Turn
-from mini_sglang.server.dialect import Dialect
-from mini_sglang.server.openai_format import ChatFormat, CompletionFormat
-from mini_sglang.server.protocol import Message
-from mini_sglang.server.responses_format import ResponseFormat
-from mini_sglang.server.responses_protocol import InputMessage, ResponsesBody
-from mini_sglang.server.sglang_format import SglangFormat
+from mini_sglang.server.answers.model_format import Dialect
+from mini_sglang.server.anthropic.bodies import MessagesBody, PromptBody, TextBlock, Turn
+from mini_sglang.server.native import routes as native_routes
+from mini_sglang.server.openai.bodies import Message
+from mini_sglang.server.openai.format import ChatFormat, CompletionFormat
+from mini_sglang.server.responses.bodies import InputMessage, ResponsesBody
+from mini_sglang.server.responses.format import ResponseFormat
+from mini_sglang.server.sglang.format import SglangFormat
 
 Json = dict[str, Any]
 Halts = Callable[..., list[bool]]

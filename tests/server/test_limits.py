@@ -16,9 +16,9 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.config import ServerConfig
 from mini_sglang.request import MAX_STOP_LENGTH, SamplingParams
-from mini_sglang.server.protocol import ChatBody
+from mini_sglang.server.openai.bodies import ChatBody
 from mini_sglang.server.request_body import check_body, decode_object
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

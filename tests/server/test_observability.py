@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mini_sglang.benchmark.step_history import History
+from mini_sglang.bench.step_history import History
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "mini_sglang.json"
 

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from mini_sglang.tokenizer import Tokenizer
+from mini_sglang.text.tokenizer import Tokenizer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="drives a browser with Playwright")
 expect = playwright.expect

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from mini_sglang.server.responses_protocol import ResponsesBody
+from mini_sglang.server.responses.bodies import ResponsesBody
 
 ROUTE = "/v1/responses"
 TEXT = "Hello there, dear friend."

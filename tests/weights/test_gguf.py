@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from mini_sglang.models.config import ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf import hf_name, open_gguf
+from mini_sglang.weights.gguf_config import config_from_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
-from mini_sglang.weights.model_config import config_from_gguf
 from mini_sglang.weights.tensor import WeightsError
 
 CONFIG = ModelConfig(

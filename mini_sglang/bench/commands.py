@@ -1,0 +1,138 @@
+"""`mini-sglang bench`: build what is measured, measure, print tables and write JSON.
+
+The ceilings are measured last, in memory that the engine has given back, unless they are given.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mini_sglang.bench import report
+from mini_sglang.bench.hardware import describe, measure_ceilings, torch_dtype
+from mini_sglang.bench.latency import measure_latency
+from mini_sglang.bench.offline import Workload, measure_offline
+from mini_sglang.bench.roofline import Ceilings, Traffic
+from mini_sglang.config import EngineConfig
+from mini_sglang.engine import Engine
+from mini_sglang.weights.gguf_config import load_model_config
+from mini_sglang.weights.hub import resolve_model
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go, and the ceilings they are set against; what is None is measured."""
+
+    json_path: Path | None = None
+    copy_tb_s: float | None = None
+    gemm_tflop_s: float | None = None
+
+    def ceilings(self, device: torch.device, dtype: torch.dtype) -> Ceilings:
+        if self.copy_tb_s is not None and self.gemm_tflop_s is not None:
+            return Ceilings(self.copy_tb_s * 1e12, self.gemm_tflop_s * 1e12)
+        measured = measure_ceilings(device, dtype)
+        return Ceilings(
+            measured.bytes_per_second if self.copy_tb_s is None else self.copy_tb_s * 1e12,
+            measured.flops_per_second if self.gemm_tflop_s is None else self.gemm_tflop_s * 1e12,
+        )
+
+    def write(self, tables: Sequence[Table], figures: dict[str, Any]) -> None:
+        console = Console()
+        for table in tables:
+            console.print(table)
+        if self.json_path is not None:
+            self.json_path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def bench_offline(config: EngineConfig, workload: Workload, output: Output, *, runs: int, profile_steps: int) -> None:
+    """Throughput of `workload`, all of it at once. Raises ValueError for a profile without a GPU."""
+    if profile_steps and not torch.cuda.is_available():
+        raise ValueError("--profile needs an NVIDIA GPU, and none was found")
+    start = time.perf_counter()
+    engine = Engine(_with_context(config, workload))
+    start_s = time.perf_counter() - start
+    measured = measure_offline(engine, workload, runs=runs, profile_steps=profile_steps)
+    traffic, ceilings = workload.traffic(engine), _release(engine, output)
+    figures = {
+        "tokens_per_second": measured.best.tokens_per_second,
+        "engine_start_s": start_s,
+        "idle_share": measured.idle_share,
+        "host_gap_share": measured.host_gap_share,
+        **asdict(measured),
+    }
+    output.write(
+        report.offline_tables(measured, traffic, ceilings),
+        _figures(engine.config, figures, traffic, ceilings, measured.best.seconds),
+    )
+
+
+def bench_latency(config: EngineConfig, workload: Workload, output: Output, *, runs: int) -> None:
+    """Time to the first token and between tokens of streams that start together."""
+    engine = Engine(_with_context(config, workload))
+    streams = measure_latency(engine, workload, runs=runs)
+    traffic, ceilings = workload.traffic(engine), _release(engine, output)
+    best = max(streams, key=lambda run: run.tokens_per_second)
+    figures = {**asdict(best), "runs": [asdict(run) for run in streams]}
+    output.write(
+        report.latency_tables(streams, traffic, ceilings),
+        _figures(engine.config, figures, traffic, ceilings, best.seconds),
+    )
+
+
+def bench_kernels(config: EngineConfig, output: Output, *, groups: Sequence[str]) -> None:
+    """Each kernel alone, for the sizes of the model. Raises ValueError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("bench kernels needs an NVIDIA GPU, and none was found")
+    from mini_sglang.bench.kernels import measure_kernels  # Triton: only where there is a GPU
+
+    source = resolve_model(
+        config.model, source=config.model_source, revision=config.revision, weights_needed=config.load_format != "dummy"
+    )
+    dtype = torch.bfloat16 if config.dtype == "auto" else torch_dtype(config.dtype)
+    ceilings = output.ceilings(torch.device("cuda"), dtype)
+    times = measure_kernels(load_model_config(source), ceilings, groups=groups, page_size=config.page_size, dtype=dtype)
+    figures = {"kernels": [asdict(time) for time in times], "page_size": config.page_size}
+    figures |= {"model": config.model, "machine": describe(torch.device("cuda")), "ceilings": asdict(ceilings)}
+    output.write([report.kernel_table(times, ceilings)], figures)
+
+
+def _with_context(config: EngineConfig, workload: Workload) -> EngineConfig:
+    """`config` with a context just long enough for the workload, where none was given."""
+    if config.context_length is not None:
+        return config
+    lengths = zip(workload.prompts, workload.output_lengths, strict=True)
+    return config.replace(context_length=max(len(prompt) + output for prompt, output in lengths))
+
+
+def _release(engine: Engine, output: Output) -> Ceilings:
+    """Close the engine; the memory is then free for measuring the ceilings, those of all its ranks together."""
+    engine.close()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    one_device = output.ceilings(torch.device(engine.config.device), torch_dtype(engine.config.dtype))
+    return one_device.times(engine.config.tp)
+
+
+def _figures(
+    config: EngineConfig, measured: dict[str, Any], traffic: Traffic, ceilings: Ceilings, seconds: float
+) -> dict[str, Any]:
+    floor = traffic.floor_seconds(ceilings)
+    return {
+        **measured,
+        "floor_s": floor,
+        "of_floor": floor / seconds,
+        "traffic": asdict(traffic),
+        "ceilings": asdict(ceilings),
+        "machine": describe(torch.device(config.device)),
+        "config": asdict(config),
+    }

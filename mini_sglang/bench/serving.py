@@ -1,0 +1,175 @@
+"""`mini-sglang bench serving`: open the data, load the server at each rate, report.
+
+It talks HTTP only, so the server may be anybody's. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mini_sglang.bench.apis import APIS, Sampling
+from mini_sglang.bench.arrivals import arrival_times
+from mini_sglang.bench.datasets import Requests, open_dataset
+from mini_sglang.bench.http_client import NOT_CONNECTED, Exchange, HttpClient
+from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress
+from mini_sglang.bench.pyplot import load_pyplot
+from mini_sglang.bench.queue_time import QueueTimes
+from mini_sglang.bench.serving_config import ServingConfig
+from mini_sglang.bench.serving_figures import Figures, figures_of, medians
+from mini_sglang.bench.serving_report import plot_rates, serving_report
+
+_REFRESH_S = 1.0  # between two drawings of the progress bar, which take time from the generator
+_OTHER_DATA = 1 << 20  # added to a run's seed for its warm-up
+
+
+def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_path: Path | None = None) -> bool:
+    """Measure, print tables and write files; True if any request was answered.
+
+    Raises ValueError or OSError for data or a server that it cannot work with, or if matplotlib is needed and missing.
+    """
+    if plot_path is not None:
+        if config.sweep is None:
+            raise ValueError("--plot draws curves over rates, so it needs --sweep")
+        load_pyplot()
+    runs = asyncio.run(measure(config, open_dataset(config)))
+    results = [medians(of_rate) for of_rate in runs]
+    console = Console()
+    for part in serving_report(config, results):
+        console.print(part, markup=False, highlight=False)
+    if json_path is not None:
+        public = dataclasses.replace(config, api_key=None, header=())  # these may be secret
+        figures = {
+            "config": dataclasses.asdict(public),
+            "results": [dataclasses.asdict(result) for result in results],
+            "runs": [[dataclasses.asdict(run) for run in of_rate] for of_rate in runs],
+        }
+        json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    if plot_path is not None:
+        plot_rates(plot_path, results)
+    return any(result.num_completed for result in results)
+
+
+async def measure(config: ServingConfig, requests: Requests) -> list[list[Figures]]:
+    """The figures of each run at each rate. Raises ConnectionError if the server does not answer at all."""
+    _allow_many_connections()
+    client = HttpClient(config.url, config.headers(), timeout_s=config.timeout)
+    try:
+        model = await _model(config, client)
+        sampling = Sampling(model, config.temperature, config.ignore_eos, config.extra_fields())
+        runs: list[list[Figures]] = []
+        for rate in config.rates:
+            runs.append([])
+            for _ in range(config.repeats):
+                seed = config.seed + sum(map(len, runs))  # so that no run finds the prompts of another in a cache
+                runs[-1].append(await _measure_once(config, client, sampling, requests, rate, seed))
+        return runs
+    finally:
+        client.close()
+
+
+async def _measure_once(
+    config: ServingConfig, client: HttpClient, sampling: Sampling, requests: Requests, rate: float | None, seed: int
+) -> Figures:
+    if config.flush_cache:
+        _check(await client.post("/flush_cache", b"{}"), "POST /flush_cache")
+    if config.warmup:
+        await _load(config, client, sampling, requests(seed + _OTHER_DATA)[: config.warmup], concurrency=config.warmup)
+    before = await _queue_times(client)
+    load = await _load(config, client, sampling, requests(seed), concurrency=config.concurrency, rate=rate, seed=seed)
+    after = await _queue_times(client)
+    waited = after.since(before) if before is not None and after is not None else None
+    return figures_of(load, rate=rate, slos=config.slos(), queue_ms=waited)
+
+
+async def _load(
+    config: ServingConfig,
+    client: HttpClient,
+    sampling: Sampling,
+    requests: list[LoadRequest],
+    *,
+    concurrency: int | None,
+    rate: float | None = None,
+    seed: int = 0,
+) -> Load:
+    """All of `requests`: in a closed loop, at a rate, or at the times of their trace."""
+    what = "requests" if rate is None else f"{rate:g} requests/s"
+    with _progress(len(requests), what) as on_progress:
+        generator = LoadGenerator(client, APIS[config.api], sampling, requests, on_progress)
+        if concurrency is not None:
+            return await generator.at_concurrency(concurrency)
+        if rate is None:
+            times = [(request.timestamp or 0.0) / config.speed for request in requests]
+            return await generator.at_times(times, in_turn=True)
+        rng = np.random.default_rng((seed, _OTHER_DATA))
+        return await generator.at_times(
+            arrival_times(len(requests), rate, config.arrival, rng, config.burstiness).tolist()
+        )
+
+
+async def _queue_times(client: HttpClient) -> QueueTimes | None:
+    exchange = await client.get("/metrics")
+    if exchange.error is not None or exchange.status != 200:
+        return None
+    return QueueTimes.read(exchange.body.decode())
+
+
+async def _model(config: ServingConfig, client: HttpClient) -> str | None:
+    """The model that was named, or the server's first; None if it has no such route, and then needs no name either.
+
+    It is asked in any case: where nobody listens, that is said before a whole load has failed.
+    """
+    exchange = await client.get("/v1/models")
+    if exchange.error is not None and exchange.error.startswith(NOT_CONNECTED):
+        raise ConnectionError(
+            f"no server answers at {config.url} ({exchange.error.removeprefix(NOT_CONNECTED)}); "
+            "start one with mini-sglang serve, or say with --url where it is"
+        )
+    if config.model_name or exchange.status == 404:
+        return config.model_name
+    _check(exchange, "GET /v1/models")
+    return str(msgspec.json.decode(exchange.body)["data"][0]["id"])
+
+
+def _check(exchange: Exchange, what: str) -> None:
+    if exchange.error is not None or exchange.status != 200:
+        answer = exchange.error or f"HTTP {exchange.status} {exchange.body[:200].decode(errors='replace')}"
+        raise ConnectionError(f"the server did not take {what}: {answer}")
+
+
+def _allow_many_connections() -> None:
+    """As many open sockets as the system lets this process have; there is one for each request under way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextlib.contextmanager
+def _progress(total: int, what: str) -> Iterator[OnProgress]:
+    """A progress bar on a terminal's stderr."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        drawn = 0.0
+
+        def on_progress(sent: int, ended: int) -> None:
+            nonlocal drawn
+            if console.is_terminal and time.perf_counter() - drawn > _REFRESH_S:
+                drawn = time.perf_counter()
+                bar.update(task, completed=ended, description=f"{what}, {sent - ended} under way", refresh=True)
+
+        yield on_progress

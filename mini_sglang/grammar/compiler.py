@@ -1,0 +1,325 @@
+"""What an answer must look like: a schema, a regular expression, a grammar or a list of choices, as masks over tokens.
+
+Compiles the grammar that sampling parameters ask for (with llguidance, against a model's vocabulary) and follows it
+with one matcher per request. Knows no engine: who compiles when, and with which patience, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from mini_sglang.grammar.closing import EndingFinder
+from mini_sglang.request import SamplingParams, shorten
+
+if TYPE_CHECKING:  # importing transformers takes a second
+    from mini_sglang.text.tokenizer import Tokenizer
+
+NO_END_TOKEN = "it has no end token"  # why a model supports no grammar
+_CACHED_GRAMMARS = 64
+# Between two things in JSON stands nothing, one space, or a newline and up to 16 spaces: a model that has lost its way
+# could go on with white space until its limit.
+_WHITE_SPACE = r"[ ]|\n[ ]{0,16}"
+# A mask takes microseconds to milliseconds; a grammar that needs more per token than these is refused, or ends its
+# answer with an error.
+_LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
+_LONGEST_ENDING = 256  # tokens before the limit from which on the way to the end is looked at
+_ANY_TEXT = r"/(.|\n)*/"
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What a grammar is matched against: the bytes of every token. Crosses a process boundary."""
+
+    tokens: list[bytes]  # by token id, as many as the model has
+    special_token_ids: list[int]
+    eos_token_ids: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> Vocabulary:
+        """Of a tokenizer and the model that goes with it."""
+        special = sorted(token_id for token_id in tokenizer.special_token_ids if token_id < vocab_size)
+        return cls(list(map(tokenizer.token_bytes, range(vocab_size))), special, sorted(eos_token_ids))
+
+
+class Matcher:
+    """How far one answer has followed its grammar. Belongs to one thread at a time.
+
+    An answer of at most `max_tokens` is brought to its end before it would be cut off, if a way there is found: so
+    that it is all that its grammar asks for, though some of it may be empty.
+    """
+
+    def __init__(self, matcher: LLMatcher, field: str, finder: EndingFinder, max_tokens: int) -> None:
+        self._matcher = matcher
+        self._field = field
+        self._finder = finder
+        self._tokens_left = max_tokens
+        self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
+        self._ending_length = 0  # at the latest look
+        self._growth = 4  # the most tokens by which it was longer than at the look before, and a few
+        self._ending: list[int] = []  # what is left of the one that is followed
+
+    def advance(self, token_id: int) -> None:
+        """Take in the next token of the answer. Raises ValueError, naming the field, if the grammar cannot go on."""
+        self._matcher.consume_token(token_id)
+        self._tokens_left -= 1
+        self._check()
+
+    def mask(self) -> bytes:
+        """One bit per token that says whether it may come next, lowest bit first, in whole words of 32 bits.
+
+        Raises ValueError, naming the field, if the grammar takes more than a mask may take, or nothing fits.
+        """
+        mask: bytes = self._matcher.compute_bitmask()
+        self._check()
+        if not any(mask):
+            raise ValueError(f"{self._field} allows no token of this model here")
+        if self._tokens_left <= self._next_look and not self._ending:
+            self._look_for_ending()
+        return (1 << self._ending.pop(0)).to_bytes(len(mask), "little") if self._ending else mask
+
+    def _look_for_ending(self) -> None:
+        """Take the way to the end if there is little more room than it takes.
+
+        What the model says next may make it longer, as one more object does that it opens. As much is kept free as it
+        has grown so far from one look to the next.
+        """
+        room = self._tokens_left - 1  # an answer that ends with its very last token counts as cut off
+        ending = self._finder.find(self._matcher.deep_copy(), room)
+        if ending is None:
+            self._next_look = -1
+            return
+        if self._ending_length:
+            self._growth = max(self._growth, len(ending) - self._ending_length)
+        self._ending_length = len(ending)
+        spare = room - len(ending) - self._growth
+        if spare <= 0 and not self._matcher.is_accepting():  # else it is all the same where it is cut off
+            self._ending = ending
+        self._next_look = self._tokens_left - max(spare // 4, 1)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete and nothing more can follow."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _refusal(self._field, self._matcher.get_error())
+
+
+class GrammarCompiler:
+    """Compiles grammars against one vocabulary, and remembers the latest. Safe to share between threads.
+
+    `encode` is the model's tokenizer: where a grammar leaves one text only, its tokens are the ones that come. Without
+    it the longest tokens do, which is good enough to find out whether a grammar compiles.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        encode: Callable[[str], list[int]] | None = None,
+        *,
+        num_cached: int = _CACHED_GRAMMARS,
+    ) -> None:
+        if not vocabulary.eos_token_ids:
+            raise ValueError(NO_END_TOKEN)
+        self._special = {vocabulary.tokens[token_id]: token_id for token_id in vocabulary.special_token_ids}
+        wrapper = TokenizerWrapper(_TokenTable(vocabulary, encode or self._greedy))
+        self._tokenizer = LLTokenizer(wrapper, eos_token=vocabulary.eos_token_ids)
+        self._finder = EndingFinder(vocabulary.tokens, vocabulary.eos_token_ids)
+        self._num_cached = num_cached
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _greedy(self, text: str) -> list[int]:
+        return self._tokenizer.greedy_tokenize(text)
+
+    def compile(self, params: SamplingParams, max_tokens: int = 1 << 31) -> Matcher:
+        """A matcher at the beginning of an answer, of at most `max_tokens`, to `params`, which are constrained.
+
+        Raises ValueError, naming the field, if the grammar is malformed, too large or not supported.
+        """
+        field, key = error_field(params), grammar_key(params)
+        with self._lock:
+            compiled = self._compiled.get(key)
+            if compiled is not None:
+                self._compiled.move_to_end(key)
+        if compiled is None:
+            compiled = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
+            Matcher(compiled, field, self._finder, max_tokens=1 << 31).mask()  # raises what is wrong with it
+            with self._lock:
+                self._compiled[key] = compiled
+                if len(self._compiled) > self._num_cached:
+                    self._compiled.popitem(last=False)
+        return Matcher(compiled.deep_copy(), field, self._finder, max_tokens)
+
+    def _source(self, params: SamplingParams) -> str:
+        """In llguidance's own format: a list of grammars, of which the first may refer to the others by name."""
+        body = _body(params)
+        if params.grammar_after is None:
+            return json.dumps({"grammars": [body]})
+        marker = self._special.get(params.grammar_after.encode())
+        lines = [
+            "start: head BETWEEN @answer",
+            f"head[lazy]: ANY {_quoted(params.grammar_after)}" if marker is None else f"head: ANY <[{marker}]>",
+            f"ANY: {_ANY_TEXT}",
+            r"BETWEEN: /[ \n]{0,4}/",
+        ]
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {"name": "answer", **body}]})
+
+
+class _TokenTable:
+    """The vocabulary under the names that llguidance looks for."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special_token_ids
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.bos_token_id = None
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        if isinstance(text, bytes):  # asked once, to find out that strings it must be
+            raise TypeError("a tokenizer takes strings")
+        return self._encode(text)
+
+
+def error_field(params: SamplingParams) -> str:
+    """The field of a request that an error of its grammar is about. Raises ValueError if there is no grammar."""
+    field = params.grammar_field
+    if field is None:
+        raise ValueError("the sampling parameters hold no grammar")
+    return "tools" if field == "tool_grammar" else field
+
+
+def unsupported(params: SamplingParams, reason: str) -> ValueError:
+    """The error of a grammar with a model that supports none; `reason` is of the model."""
+    return ValueError(f"{error_field(params)} is not supported with this model: {reason}")
+
+
+def grammar_key(params: SamplingParams) -> bytes:
+    """Equal for equal grammars."""
+    field = params.grammar_field
+    return msgspec.msgpack.encode((field, getattr(params, field or ""), params.grammar_after))
+
+
+def grammar_only(params: SamplingParams) -> SamplingParams:
+    """The part of `params` that the grammar depends on."""
+    field = params.grammar_field or ""
+    return SamplingParams(**{field: getattr(params, field)}, grammar_after=params.grammar_after)
+
+
+def _body(params: SamplingParams) -> dict[str, Any]:
+    """One entry of llguidance's list of grammars."""
+    if params.response_format is not None:
+        return {"json_schema": _schema_of(params.response_format)}
+    if params.regex is not None:
+        pattern = regex_to_lark(params.regex, "d")  # \d is 0 to 9, not any digit of Unicode
+        return {"lark_grammar": f"start: ANSWER\nANSWER: /{pattern}/"}
+    if params.choice is not None:
+        return {"lark_grammar": "start: " + " | ".join(map(_quoted, params.choice))}
+    if params.ebnf is not None:
+        try:
+            return {"lark_grammar": any_to_lark(params.ebnf)}
+        except Exception as error:  # the converter raises Exception itself for much of what it does not understand
+            raise _refusal("ebnf", str(error)) from error
+    return {"lark_grammar": params.tool_grammar}
+
+
+def _schema_of(response_format: dict[str, Any]) -> dict[str, Any]:
+    if response_format["type"] == "json_object":
+        return _with_options({"type": "object"}, strict=True)
+    named = response_format["json_schema"]
+    return _with_options(named["schema"], strict=bool(named.get("strict")))
+
+
+def _with_options(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A schema with llguidance's options in it, in place of what a caller may have put there.
+
+    Unless it is strict, as OpenAI calls it, what cannot be held to (`uniqueItems`, …) is left to the model.
+    """
+    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict, "coerce_one_of": not strict}
+    return {**schema, "x-guidance": options}
+
+
+def _quoted(text: str) -> str:
+    """As a string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refusal(field: str, reason: str) -> ValueError:
+    """llguidance's reason in one line, without what only helps its developers."""
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    return ValueError(f"{field} cannot be followed: {shorten(reason, 300)[1:-1]}")
+
+
+# -- tool calls -------------------------------------------------------------------------------------------------------
+
+
+class CallSyntax(NamedTuple):
+    """How a model writes calls: begin, then call_begin {"name": …, arguments_key: {…}} call_end for each, then end."""
+
+    call_begin: str = ""
+    call_end: str = ""
+    arguments_key: str = "arguments"
+    separator: str = ""  # between two calls
+    begin: str = ""
+    end: str = ""
+
+
+def tool_call_grammar(
+    functions: Mapping[str, Mapping[str, Any] | None],
+    syntax: CallSyntax,
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool = True,
+    free_text: bool = False,
+) -> str:
+    """A grammar of one call, or with `parallel` of one or more, of functions with the schemas of their arguments.
+
+    With `free_text` the model may say anything before the first marker, or may say anything and call nothing. Markers
+    that are special tokens of the model are those tokens. For `SamplingParams.tool_grammar`. Raises ValueError if there
+    is no function, or no marker that could end the free text.
+    """
+    if not functions:
+        raise ValueError("tools must hold at least one function")
+    special = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_token_ids}
+    begin, call_begin, call_end, separator, end = (
+        _marker(text, special)
+        for text in (syntax.begin, syntax.call_begin, syntax.call_end, syntax.separator, syntax.end)
+    )
+    opening = _marker(syntax.begin + syntax.call_begin, special)
+    if free_text and not opening:
+        raise ValueError("free text before a call needs a marker where it ends, and this syntax has none")
+    lines = [f"ANY: {_ANY_TEXT}"]
+    if free_text and opening[0].startswith("<"):
+        opening = ["ANY", *opening]
+    elif free_text:
+        text = json.loads(opening[0])
+        trigger = text.rstrip() or text
+        lines.append(f"head[lazy]: ANY {_quoted(trigger)}")
+        opening = ["head", *_marker(text[len(trigger) :], special), *opening[1:]]
+    more = ["(", *separator, *call_begin, "call", *call_end, ")*"] if parallel else []
+    calls = [*(opening if free_text else [*begin, *call_begin]), "call", *call_end, *more, *end]
+    lines.append(" ".join(["start:", *calls, *(["| ANY"] if free_text else [])]))
+    lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
+    for index, (name, schema) in enumerate(functions.items()):
+        before = f'{{"name": {_quoted(name)}, "{syntax.arguments_key}": '
+        arguments = json.dumps(_with_options(schema or {"type": "object"}, strict=False))
+        lines.append(f"call_{index}: {_quoted(before)} %json {arguments} {_quoted('}')}")
+    return "\n".join(lines)
+
+
+def _marker(text: str, special: Mapping[str, int]) -> list[str]:
+    """Symbols of a Lark grammar that spell `text`: strings, and the special tokens among them by id."""
+    found = min(filter(text.__contains__, special), key=lambda token: (text.index(token), -len(token)), default="")
+    if not found:
+        return [_quoted(text)] if text else []
+    before, _, after = text.partition(found)
+    return [*_marker(before, {}), f"<[{special[found]}]>", *_marker(after, special)]

@@ -1,0 +1,125 @@
+"""The masks of running requests that have a grammar, computed in threads beside the engine's steps.
+
+A request gets a matcher, which is compiled, and then advanced by every token that was read; each time the mask for the
+token after it is due, and the request is not scheduled before it is there. Steps of other requests go on meanwhile.
+Knows request ids, tokens and grammars; does not know the scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mini_sglang.grammar.compiler import GrammarCompiler, Matcher, error_field, unsupported
+from mini_sglang.request import SamplingParams
+
+PATIENCE_S = 0.002  # a mask takes microseconds; one that takes longer costs its request a step, and the others none
+
+
+class NextMask(NamedTuple):
+    """What came of a request's latest token: a mask for the next one, or the end of the answer."""
+
+    request_id: str
+    mask: bytes | None = None  # None: nothing can follow
+    error: str | None = None  # why, if the grammar is at fault
+    error_param: str | None = None
+
+
+@dataclass(slots=True)
+class _Constraint:
+    params: SamplingParams
+    max_tokens: int
+    is_compiled: bool = False
+    matcher: Matcher | None = None
+    due: Future[bytes | None] | None = None
+
+
+class GrammarMasks:
+    """One matcher per request, and the threads that work on them. `load` makes the compiler, for the first grammar.
+
+    `add` and `check` belong to one thread.
+    """
+
+    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+        self._compiling = ThreadPoolExecutor(2, "grammar")
+        self._advancing = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "mask")
+        self._load = load
+        self._compiler: Future[GrammarCompiler] | None = None  # the engine starts without
+        self._constraints: dict[str, _Constraint] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._constraints
+
+    def __len__(self) -> int:
+        return len(self._constraints)
+
+    def check(self, params: SamplingParams) -> None:
+        """Wait until the grammar is compiled. Raises ValueError, naming the field, if it cannot be."""
+        self._compile(self._loading_compiler(), params, max_tokens=1)
+
+    def _loading_compiler(self) -> Future[GrammarCompiler]:
+        if self._compiler is None:
+            self._compiler = self._compiling.submit(self._load)
+        return self._compiler
+
+    def _compile(self, loading: Future[GrammarCompiler], params: SamplingParams, max_tokens: int) -> Matcher:
+        try:
+            compiler = loading.result()
+        except (ValueError, OSError) as error:
+            raise unsupported(params, str(error)) from error
+        return compiler.compile(params, max_tokens)
+
+    def add(self, request_id: str, params: SamplingParams, max_tokens: int) -> None:
+        """Begin to compile the grammar of a request, whose answer has at most `max_tokens`, and its first mask."""
+        constraint = self._constraints[request_id] = _Constraint(params, max_tokens)
+        constraint.due = self._compiling.submit(self._begin, self._loading_compiler(), constraint)
+
+    def _begin(self, loading: Future[GrammarCompiler], constraint: _Constraint) -> bytes:
+        constraint.matcher = self._compile(loading, constraint.params, constraint.max_tokens)
+        return constraint.matcher.mask()
+
+    def advance(self, request_id: str, token_id: int) -> None:
+        """Begin to compute the mask for the token after `token_id`, which was drawn under the mask before."""
+        constraint = self._constraints[request_id]
+        if constraint.matcher is None or constraint.due is not None:
+            raise RuntimeError(f"request {request_id} has a token before the mask that it was drawn under")
+        constraint.due = self._advancing.submit(_advance, constraint.matcher, token_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request; one without a grammar is none of ours."""
+        constraint = self._constraints.pop(request_id, None)
+        if constraint is not None and constraint.due is not None:
+            constraint.due.cancel()
+
+    def take_ready(self) -> list[NextMask]:
+        """What has become known since the last call. Waits a moment for requests in the middle of an answer."""
+        due = [(name, constraint) for name, constraint in self._constraints.items() if constraint.due is not None]
+        wait([each.due for _, each in due if each.is_compiled and each.due is not None], PATIENCE_S)
+        return [self._take(name, each, each.due) for name, each in due if each.due is not None and each.due.done()]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is something to take, for nothing else can be done."""
+        due = [constraint.due for constraint in self._constraints.values() if constraint.due is not None]
+        wait(due, timeout_s, FIRST_COMPLETED)
+
+    def _take(self, request_id: str, constraint: _Constraint, due: Future[bytes | None]) -> NextMask:
+        constraint.due, constraint.is_compiled = None, True
+        try:
+            return NextMask(request_id, due.result())
+        except ValueError as error:
+            return NextMask(request_id, None, str(error), error_field(constraint.params))
+        except Exception as error:  # a fault of one grammar must not end the engine
+            return NextMask(request_id, None, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._advancing.shutdown(wait=False, cancel_futures=True)
+
+
+def _advance(matcher: Matcher, token_id: int) -> bytes | None:
+    matcher.advance(token_id)
+    return None if matcher.is_finished else matcher.mask()

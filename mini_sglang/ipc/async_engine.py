@@ -1,0 +1,423 @@
+"""AsyncEngine: an engine in a process of its own, behind asyncio. Each request is one async iterator of outputs.
+
+It starts and ends the engine process, carries messages over the socket, and turns tokens into text. It knows nothing of
+HTTP, and imports no torch: the model lives on the other side of the socket.
+
+        caller ── generate() ──▶ AddRequest ─────────▶ engine process
+           ▲                                                │
+           └── one mailbox per request ◀── OutputProcessor ◀┘ Outputs, one message per step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from mini_sglang.config import EngineConfig
+from mini_sglang.grammar.checker import GrammarChecker
+from mini_sglang.grammar.compiler import NO_END_TOKEN, Vocabulary, unsupported
+from mini_sglang.ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    CacheFlushed,
+    EngineInfo,
+    Fatal,
+    FlushCache,
+    FromEngine,
+    GetStats,
+    Outputs,
+    Ping,
+    Pong,
+    Ready,
+    RequestRejected,
+    Shutdown,
+    StartTrace,
+    Stats,
+    StopTrace,
+    ToEngine,
+    Trace,
+    decode_from_engine,
+    encode,
+)
+from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, StepOutputs, TokenOutput
+from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.text.output_processor import OutputProcessor
+from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.weights.hub import resolve_model
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", Pong, Stats, CacheFlushed, Trace)
+
+_DELIVERIES_PER_TURN = 16  # to send one to its client takes about a tenth of a millisecond
+CALL_TIMEOUT_S = 5.0  # an engine that does not answer a ping for so long counts as stuck
+TRACE_TIMEOUT_S = 120.0  # a long trace takes long to write
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended; no request can be served any more."""
+
+
+class Mailbox:
+    """Hands a request's outputs to its consumer. Holds at most one: what a slow consumer misses is merged."""
+
+    def __init__(self) -> None:
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output; the consumer gets it together with those that it has not fetched yet."""
+        self._output = output if self._output is None else merge_outputs(self._output, output)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let the consumer's next `get` raise `error`, once it has had what arrived before."""
+        self._error = error
+        self._arrived.set()
+
+    async def get(self) -> RequestOutput:
+        """Everything new since the last call; waits for it."""
+        await self._arrived.wait()
+        output, self._output = self._output, None
+        if output is None:
+            raise self._error or RuntimeError("a mailbox was woken without anything in it")
+        if self._error is None:
+            self._arrived.clear()
+        return output
+
+
+def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """One output that says what two consecutive outputs of a request say."""
+    return dataclasses.replace(
+        later,
+        text_delta=earlier.text_delta + later.text_delta,
+        num_new_tokens=earlier.num_new_tokens + later.num_new_tokens,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Stream:
+    """One request under way: where its tokens become text, and where its consumer waits."""
+
+    request_id: str
+    processor: OutputProcessor
+    mailbox: Mailbox
+
+
+class AsyncEngine:
+    """The engine, as the API process sees it. Make one with `await AsyncEngine.start(config)`.
+
+    All methods belong to the event loop that called `start`. What waits for an answer of the engine, or asks for one,
+    raises EngineDeadError once its process has ended; `abort` and `request_ids` then know no request.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        context: zmq.asyncio.Context,
+        socket: zmq.asyncio.Socket,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self._process = process
+        self._context = context
+        self._socket = socket
+        self._streams: dict[str, _Stream] = {}  # by the id used on the wire, which is never used twice
+        self._calls: dict[int, asyncio.Future[Pong | Stats | CacheFlushed | Trace]] = {}
+        self._counter = itertools.count()
+        self._error: EngineDeadError | None = None
+        self._closing = False
+        self._dead = asyncio.Event()
+        eos = frozenset(info.eos_token_ids)
+        self._grammars = GrammarChecker(functools.partial(Vocabulary.of, tokenizer, info.vocab_size, eos))
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch_process())]
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> AsyncEngine:
+        """Start an engine process and wait until its model is loaded.
+
+        Raises ValueError or OSError if a setting, the model or the folder for temporary files is wrong, RuntimeError
+        with the engine's own message if it cannot start. The process also ends when the thread that called this ends.
+        """
+        tokenizer = await asyncio.to_thread(_find_tokenizer, config)
+        directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.PAIR)
+        process: asyncio.subprocess.Process | None = None
+        try:
+            address = f"ipc://{directory}/engine"
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:  # a path of more than about a hundred characters
+                raise OSError(f"no socket in {directory}: {error}; set TMPDIR to a shorter path") from error
+            process = await _spawn(address, config)
+            info = await _wait_until_ready(process, socket)
+        except BaseException:
+            context.destroy(linger=0)
+            if process is not None:
+                await _kill(process)
+            raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)  # both ends are connected: the name has done its work
+        return cls(process, context, socket, info, tokenizer)
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request; yields what is new whenever there is something, the last time with a finish reason.
+
+        Leaving the iterator early, or cancelling its consumer, aborts the request. Raises ValueError if the engine
+        refuses the request, or its grammar does not compile.
+        """
+        self._check_alive()
+        if params.is_constrained:
+            if not self.info.eos_token_ids:
+                raise unsupported(params, NO_END_TOKEN)
+            await self._grammars.check(params)
+            self._check_alive()
+        processor = OutputProcessor(self.tokenizer, request_id, len(prompt_ids), params)
+        stream = _Stream(request_id, processor, Mailbox())
+        wire_id = f"{request_id}#{next(self._counter)}"
+        self._streams[wire_id] = stream
+        try:
+            # stop strings end a request on this side: the engine knows no text
+            wire_params = msgspec.structs.replace(params, stop=[])
+            self._send(AddRequest(wire_id, prompt_ids, wire_params, cache_salt, priority))
+            while True:
+                output = await stream.mailbox.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if self._streams.pop(wire_id, None) is not None:  # nobody waits for the rest
+                self._send(AbortRequest(wire_id))
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests under way, oldest first."""
+        return [stream.request_id for stream in self._streams.values()]
+
+    def abort(self, request_id: str) -> bool:
+        """End the requests with this id; their consumers get a last output with reason ABORT. False: there is none."""
+        found = [wire_id for wire_id, stream in self._streams.items() if stream.request_id == request_id]
+        for wire_id in found:
+            self._send(AbortRequest(wire_id))
+            self._deliver(TokenOutput(request_id=wire_id, token_ids=[], finish_reason=FinishReason.ABORT))
+        return bool(found)
+
+    async def ping(self, timeout: float = CALL_TIMEOUT_S) -> None:
+        """Make one round trip through the engine loop. Raises TimeoutError after `timeout` seconds."""
+        await self._call(Ping, Pong, timeout)
+
+    async def stats(self) -> SchedulerStats:
+        """The engine's counters at this moment. Raises TimeoutError."""
+        return (await self._call(GetStats, Stats, CALL_TIMEOUT_S)).stats
+
+    async def flush_cache(self) -> int:
+        """Drop the cached pages that no request uses; returns how many. Raises TimeoutError."""
+        return (await self._call(FlushCache, CacheFlushed, CALL_TIMEOUT_S)).num_pages
+
+    async def start_trace(self, num_steps: int | None = None) -> None:
+        """Trace the engine process until `stop_trace`, or for `num_steps` steps.
+
+        Raises ValueError if there is no `profile_dir`, a trace is being made already or the folder is no good;
+        TimeoutError.
+        """
+        answer = await self._call(lambda call_id: StartTrace(call_id, num_steps), Trace, TRACE_TIMEOUT_S)
+        if answer.error is not None:
+            raise ValueError(answer.error)
+
+    async def stop_trace(self) -> str:
+        """End the trace; returns the path of its file. Raises ValueError if there is none, TimeoutError."""
+        answer = await self._call(StopTrace, Trace, TRACE_TIMEOUT_S)
+        if answer.path is None:
+            raise ValueError(answer.error)
+        return answer.path
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine process has ended without being asked to; returns why."""
+        await self._dead.wait()
+        assert self._error is not None
+        return self._error
+
+    async def close(self, timeout: float = 1.0) -> None:
+        """End the engine process, by force after `timeout` seconds. Requests under way get EngineDeadError."""
+        self._closing = True
+        if self._process.returncode is None:
+            self._send(Shutdown())
+        self._die(EngineDeadError("the engine was closed"))
+        await self._grammars.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout)
+        except TimeoutError:
+            await _kill(self._process)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                message = decode_from_engine(await self._socket.recv())
+                if isinstance(message, Outputs):
+                    await self._deliver_all(message.outputs)
+                else:
+                    self._handle(message)
+        except Exception as error:  # without this task every request would wait for ever
+            logger.exception("messages of the engine cannot be read any more")
+            self._die(EngineDeadError(f"the engine cannot be understood: {type(error).__name__}: {error}"))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case RequestRejected(wire_id, error):
+                if (stream := self._streams.pop(wire_id, None)) is not None:
+                    stream.mailbox.fail(ValueError(error))
+            case Pong(call_id) | Stats(call_id) | CacheFlushed(call_id) | Trace(call_id):
+                call = self._calls.get(call_id)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case Fatal(error):
+                self._die(EngineDeadError(f"the engine stopped: {error}"))
+
+    async def _deliver_all(self, outputs: StepOutputs) -> None:
+        """Hand out a step's outputs, some in each turn of the event loop: in the next one their consumers run."""
+        for count, output in enumerate(outputs, start=1):
+            self._deliver(output)
+            if count % _DELIVERIES_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    def _deliver(self, tokens: TokenOutput) -> None:
+        """Turn a step's tokens into text and wake the consumer. Tokens of a request that has ended are dropped."""
+        wire_id = tokens.request_id
+        stream = self._streams.get(wire_id)
+        if stream is None:
+            return
+        try:
+            output = stream.processor.push(tokens)
+        except Exception as error:  # a fault in one request's text must not end the others
+            logger.exception("request %s failed", wire_id)
+            del self._streams[wire_id]
+            self._send(AbortRequest(wire_id))
+            stream.mailbox.fail(RuntimeError(f"{type(error).__name__}: {error}"))
+            return
+        if output.finished:
+            del self._streams[wire_id]
+            if tokens.finish_reason is None:  # a stop string matched, which only this side can see
+                self._send(AbortRequest(wire_id, FinishReason.STOP))
+        stream.mailbox.put(output)
+
+    async def _watch_process(self) -> None:
+        status = await self._process.wait()
+        if not self._closing:
+            await asyncio.sleep(0.05)  # its last message, which says why, may still be on its way
+        self._die(EngineDeadError(f"the engine process ended with status {status}"))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        for stream in self._streams.values():
+            stream.mailbox.fail(error)
+        self._streams.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        if not self._closing:
+            logger.error("%s", error)
+            self._dead.set()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _call(self, question: Callable[[int], ToEngine], answer: type[Answer], timeout: float) -> Answer:
+        self._check_alive()
+        call_id = next(self._counter)
+        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(call_id))
+            result = await asyncio.wait_for(call, timeout)
+        except TimeoutError:
+            raise TimeoutError(f"the engine did not answer within {timeout:g} s") from None
+        finally:
+            del self._calls[call_id]
+        assert isinstance(result, answer)
+        return result
+
+    def _send(self, message: ToEngine) -> None:
+        """Queue a message, in order. Never blocks: admission bounds how many there can be."""
+        if self._error is None:
+            self._socket.send(encode(message))
+
+
+def _find_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Find the model, fetching it if need be, and load its tokenizer. Blocks."""
+    return load_tokenizer(
+        resolve_model(
+            config.model,
+            source=config.model_source,
+            revision=config.revision,
+            weights_needed=config.load_format != "dummy",
+        )
+    )
+
+
+async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:
+    """Start the engine process and hand it its configuration."""
+    command = (sys.executable, "-m", "mini_sglang.ipc.engine_process", address, str(os.getpid()))
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(config))
+    process.stdin.close()
+    return process
+
+
+async def _wait_until_ready(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> EngineInfo:
+    """The engine's first message, or RuntimeError if the process ends instead."""
+    first = asyncio.ensure_future(socket.recv())
+    ended = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            await asyncio.wait((first,), timeout=0.2)  # a message sent just before the end
+        if not first.done():
+            raise RuntimeError(f"the engine process ended with status {process.returncode} while starting; see its log")
+        message = decode_from_engine(first.result())
+    finally:
+        first.cancel()
+        ended.cancel()
+    if isinstance(message, Fatal):
+        if message.is_setting:
+            raise ValueError(message.error)
+        raise RuntimeError(f"the engine could not start: {message.error}")
+    assert isinstance(message, Ready)
+    return message.info
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()

@@ -1,0 +1,183 @@
+"""The engine's own process: `python -m mini_sglang.ipc.engine_process ADDRESS PARENT_PID`, settings as JSON on stdin.
+
+It connects one ZeroMQ socket to the API process, loads the engine and turns messages into engine calls until it is told
+to leave. It never outlives its parent. It knows no text, no HTTP and no request beyond its messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import msgspec
+import zmq
+
+from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
+from mini_sglang.config import EngineConfig
+from mini_sglang.engine import Engine
+from mini_sglang.ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    CacheFlushed,
+    EngineInfo,
+    Fatal,
+    FlushCache,
+    FromEngine,
+    GetStats,
+    Outputs,
+    Ping,
+    Pong,
+    Ready,
+    RequestRejected,
+    Shutdown,
+    StartTrace,
+    Stats,
+    StopTrace,
+    ToEngine,
+    Trace,
+    decode_to_engine,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_PARENT_CHECK_MS = 500
+_LINGER_MS = 1000  # time for the last message to leave when the process ends
+
+
+def main(address: str, parent_pid: int) -> int:
+    """Serve one engine until Shutdown, the parent's end or a fatal error; returns the exit status."""
+    die_with_parent()
+    leave_signals_to_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.linger = _LINGER_MS
+    socket.connect(address)
+    try:
+        try:
+            engine = Engine(config)
+        except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
+            socket.send(encode(Fatal(str(error), is_setting=True)))
+            return 1
+        socket.send(encode(Ready(engine_info(engine))))
+        EngineLoop(engine, socket, parent_pid).run()
+        engine.close()
+        return 0
+    except Exception as error:  # the parent must learn why, whatever it was
+        logger.exception("the engine stopped")
+        socket.send(encode(Fatal(f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        socket.close()
+        context.term()
+
+
+class EngineLoop:
+    """Messages in, steps, outputs out. Blocks only while the engine has nothing to do."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], parent_pid: int) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._parent_pid = parent_pid
+        self._is_checked = True  # nothing has run since the accounts were last looked at
+
+    def run(self) -> None:
+        """Serve until Shutdown or until the parent is gone."""
+        while self._receive():
+            outputs = self._engine.step()
+            if outputs:
+                self._send(Outputs(outputs))
+
+    def _receive(self) -> bool:
+        """Handle all messages that have arrived, waiting for one while idle. False when it is time to leave."""
+        while True:
+            busy = self._engine.has_work
+            if not self._socket.poll(0 if busy else _PARENT_CHECK_MS):
+                if os.getppid() != self._parent_pid:
+                    logger.warning("the parent process is gone, leaving")
+                    return False
+                if busy:
+                    self._is_checked = False
+                    return True
+                self._engine.check_ranks()
+                self._check_accounts()
+                continue
+            message = decode_to_engine(self._socket.recv())
+            if isinstance(message, Shutdown):
+                return False
+            self._handle(message)
+
+    def _check_accounts(self) -> None:
+        """While idle, once after work. A lost or doubly held page would corrupt answers unseen: better to stop."""
+        if not self._is_checked:
+            self._engine.check()
+            self._is_checked = True
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self._add(message)
+            case AbortRequest(request_id, reason):
+                self._engine.abort(request_id, reason)
+            case Ping(call_id):
+                self._send(Pong(call_id))
+            case GetStats(call_id):
+                self._send(Stats(call_id, self._engine.stats()))
+            case FlushCache(call_id):
+                self._send(CacheFlushed(call_id, self._engine.flush_cache()))
+            case StartTrace() | StopTrace():
+                self._send(self._trace(message))
+
+    def _add(self, message: AddRequest) -> None:
+        try:
+            self._engine.add_request(
+                message.request_id,
+                message.prompt_ids,
+                message.params,
+                cache_salt=message.cache_salt,
+                priority=message.priority,
+            )
+        except ValueError as error:  # this request is wrong; the others go on
+            self._send(RequestRejected(message.request_id, str(error)))
+
+    def _trace(self, message: StartTrace | StopTrace) -> Trace:
+        try:
+            if isinstance(message, StopTrace):
+                return Trace(message.call_id, path=self._engine.stop_trace())
+            self._engine.start_trace(message.num_steps)
+            return Trace(message.call_id)
+        except (ValueError, OSError) as error:
+            return Trace(message.call_id, error=str(error))
+
+    def _send(self, message: FromEngine) -> None:
+        # Blocks at the socket's high-water mark: an API process that cannot follow slows the engine, not fills memory.
+        self._socket.send(encode(message))
+
+
+def engine_info(engine: Engine) -> EngineInfo:
+    """What the API process needs to know of a loaded engine."""
+    config, model = engine.config, engine.model_config
+    assert config.num_pages is not None
+    assert config.context_length is not None
+    assert config.max_running_requests is not None
+    return EngineInfo(
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        vocab_size=model.vocab_size,
+        context_length=config.context_length,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        max_prompt_tokens=min(config.context_length - 1, config.num_pages * config.page_size),
+        max_running_requests=config.max_running_requests,
+        eos_token_ids=sorted(model.eos_token_ids),
+        pid=os.getpid(),
+        config=config,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

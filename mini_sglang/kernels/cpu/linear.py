@@ -1,0 +1,97 @@
+"""Matrix products on a CPU: weights laid out once, at load, for the instructions that will read them.
+
+`CpuMatrix` is what a layer sees. `PrepackedMatrix` hands the weight to oneDNN in its own blocked layout; `Int4Matrix`
+keeps a GGUF file's 4-bit blocks packed, which reads a quarter of the bytes. Both compute y = x W^T + bias for
+x [rows, in] and W [out, in].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mini_sglang.kernels.interface import Kernels, Norm, Stream
+from mini_sglang.weights.tensor import QuantizedBlocks
+
+_EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
+_MAX_PACKED_ROWS = 2  # beyond it the dense product is faster than unpacking 4-bit blocks for every row
+
+
+class CpuMatrix:
+    """`Matrix` of a weight [out, in], which may be freed afterwards; few rows read its 4-bit `blocks`, if given."""
+
+    def __init__(
+        self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None
+    ) -> None:
+        self.weight = None
+        self._kernels = kernels
+        self._dense = PrepackedMatrix(weight, bias)
+        self._int4 = Int4Matrix(blocks, bias) if blocks is not None and Int4Matrix.supports(blocks) else None
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        if norm is not None:
+            x = self._kernels.rms_norm(x, norm.weight, norm.eps)
+        y = self._dense.multiply(x) if self._int4 is None or len(x) > _MAX_PACKED_ROWS else self._int4.multiply(x)
+        return y if out is None else out.copy_(y)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.silu_mul(self.product(x, norm))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+        if self._int4 is None or len(x) > _MAX_PACKED_ROWS:
+            return Stream(self._dense.multiply_add(x, residual))
+        return Stream(residual + self._int4.multiply(x))
+
+    @staticmethod
+    def available(dtype: torch.dtype) -> bool:
+        """Whether this torch was built with oneDNN, and it multiplies `dtype` on this processor."""
+        if not torch.backends.mkldnn.is_available():
+            return False
+        if dtype == torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+class PrepackedMatrix:
+    """A dense float32, bfloat16 or float16 matrix in oneDNN's layout. `weight` [out, in] may be freed afterwards."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
+        self._bias = bias
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] -> [rows, out]"""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return y
+
+    def multiply_add(self, x: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+        """x [rows, in], addend [rows, out] -> [rows, out]: the product plus `addend`, in one pass over the output."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, addend, self._packed, self._bias, "add")
+        return y
+
+
+class Int4Matrix:
+    """A matrix of 4-bit blocks. x and the result are bfloat16; products are accumulated in float32.
+
+    torch's packed format computes (q - 8) * scale + zero per group of the input dimension, so a GGUF block
+    (w = scale * q + minimum) maps onto it with zero = minimum + 8 * scale.
+    """
+
+    def __init__(self, blocks: QuantizedBlocks, bias: torch.Tensor | None) -> None:
+        zero = blocks.minimum + 8 * blocks.scale
+        # [in // group, out, 2], as the kernel walks the input dimension outermost
+        self._scales_and_zeros = torch.stack((blocks.scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(blocks.q.int().contiguous(), 1)
+        self._group_size = blocks.group_size
+        self._bias = bias
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] bfloat16 -> [rows, out] bfloat16"""
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, self._packed, self._group_size, self._scales_and_zeros
+        )
+        return y if self._bias is None else y + self._bias
+
+    @staticmethod
+    def supports(blocks: QuantizedBlocks) -> bool:
+        """Whether the kernel takes this shape: output rows come in sixteens, groups in 32, 64, 128 or 256."""
+        return blocks.q.shape[0] % 16 == 0 and blocks.group_size in (32, 64, 128, 256)

@@ -1,0 +1,211 @@
+"""What a step of one token per row begins with, looked up on the device from the list of slots: one launch for all.
+
+Before it, a launch that brings the page table up to date; and at the step's very end, one that hands its tokens over.
+
+Nothing here depends on the host, so it can lie in a CUDA graph. The PyTorch twin is beside each kernel.
+"""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+
+_BLOCK = 512  # page ids copied at a time
+_PAGES_AT_ONCE = 128  # fetched from the host's memory
+_TOKENS_AT_ONCE = 128  # written to it
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """R rows, each the next token of one slot."""
+
+    input_ids: torch.Tensor  # [R] int32
+    positions: torch.Tensor  # [R] int64
+    lengths: torch.Tensor  # [R] int32: tokens that the row sees, its own included; the next token's position
+    page_table: torch.Tensor  # [R, max pages] int64; only the pages of those tokens are filled in
+    cells: torch.Tensor  # [R] int64: where the token's keys and values go
+
+
+def decode_inputs(
+    slots: torch.Tensor, num_computed: torch.Tensor, tokens: torch.Tensor, page_table: torch.Tensor, page_size: int
+) -> DecodeInputs:
+    """slots [R] int64; by slot: num_computed [slots] int64, tokens [slots, context + 1] int32, page_table [slots, max
+    pages] int64, rows contiguous. On a GPU the kernel in front may write page_table, but none of the others.
+    """
+    rows, pages, device = len(slots), page_table.shape[1], slots.device
+    inputs = DecodeInputs(
+        input_ids=torch.empty(rows, dtype=torch.int32, device=device),
+        positions=torch.empty(rows, dtype=torch.int64, device=device),
+        lengths=torch.empty(rows, dtype=torch.int32, device=device),
+        page_table=torch.empty(rows, pages, dtype=torch.int64, device=device),
+        cells=torch.empty(rows, dtype=torch.int64, device=device),
+    )
+    _decode_inputs_kernel[(rows,)](
+        slots,
+        num_computed,
+        tokens,
+        page_table,
+        inputs.input_ids,
+        inputs.positions,
+        inputs.lengths,
+        inputs.page_table,
+        inputs.cells,
+        tokens.stride(0),
+        pages,
+        PAGE_SIZE=page_size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlapped(device),
+    )
+    return inputs
+
+
+def decode_inputs_reference(
+    slots: torch.Tensor, num_computed: torch.Tensor, tokens: torch.Tensor, page_table: torch.Tensor, page_size: int
+) -> DecodeInputs:
+    """The twin of `decode_inputs`; fills in all pages."""
+    positions = num_computed[slots]
+    return DecodeInputs(
+        input_ids=tokens[slots, positions],
+        positions=positions,
+        lengths=(positions + 1).int(),
+        page_table=page_table[slots],
+        cells=page_table[slots, positions // page_size] * page_size + positions % page_size,
+    )
+
+
+def take_pages(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor) -> None:
+    """Write the pages of one entry of `ring` into `page_table`, and count the step.
+
+    ring [depth, 1 + 2 capacity] int64, where the host can write and the device can read: number of pages, their places
+    in the flat page table, each once, and their ids; begun [1] int64, whose value picks the entry, grows by 1;
+    page_table [slots, max pages] int64, contiguous.
+    """
+    depth, width = ring.shape
+    _take_pages_kernel[(1,)](
+        ring,
+        begun,
+        page_table,
+        DEPTH=depth,
+        CAPACITY=(width - 1) // 2,
+        BLOCK=_PAGES_AT_ONCE,
+        num_warps=1,  # one warp has read the count of steps before it changes it
+        **overlapped(page_table.device),
+    )
+
+
+def take_pages_reference(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor) -> None:
+    """The twin of `take_pages`."""
+    entry = ring[begun % len(ring)].squeeze(0)
+    number, capacity = int(entry[0]), (len(entry) - 1) // 2
+    places, page_ids = entry[1:].view(2, capacity)[:, :number].to(page_table.device)
+    page_table.view(-1)[places] = page_ids
+    begun += 1
+
+
+def leave_tokens(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tensor) -> None:
+    """Copy the tokens of a step that `take_pages` has counted into its entry of `ring`.
+
+    token_ids [R] int64; begun [1] int64: steps counted, this one included; ring [depth, at least R] int64, where the
+    device can write and the host can read.
+    """
+    depth, capacity = ring.shape
+    rows = len(token_ids)
+    _leave_tokens_kernel[(triton.cdiv(rows, _TOKENS_AT_ONCE),)](
+        token_ids,
+        begun,
+        ring,
+        rows,
+        DEPTH=depth,
+        CAPACITY=capacity,
+        BLOCK=_TOKENS_AT_ONCE,
+        num_warps=4,
+        **overlapped(token_ids.device),
+    )
+
+
+def leave_tokens_reference(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tensor) -> None:
+    """The twin of `leave_tokens`."""
+    ring[(int(begun) - 1) % len(ring), : len(token_ids)] = token_ids.cpu()
+
+
+@triton.jit
+def _take_pages_kernel(
+    ring,
+    begun,
+    page_table,
+    DEPTH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    await_inputs(OVERLAP)
+    step = tl.load(begun)
+    entry = ring + step % DEPTH * (1 + 2 * CAPACITY)
+    number = tl.load(entry, volatile=True)  # the host writes it anew for every step
+    for start in range(0, number, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = at < number
+        place = tl.load(entry + 1 + at, mask=there, other=0, volatile=True)
+        page = tl.load(entry + 1 + CAPACITY + at, mask=there, other=0, volatile=True)
+        tl.store(page_table + place, page, mask=there)
+    tl.store(begun, step + 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _leave_tokens_kernel(
+    token_ids,
+    begun,
+    ring,
+    rows,
+    DEPTH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = ring + (tl.load(begun) - 1) % DEPTH * CAPACITY
+    await_inputs(OVERLAP)
+    token_id = tl.load(token_ids + row, mask=row < rows)
+    tl.store(entry + row, token_id, mask=row < rows)
+
+
+@triton.jit
+def _decode_inputs_kernel(
+    slots,
+    num_computed,
+    tokens,
+    page_table,
+    input_ids,
+    positions,
+    lengths,
+    row_pages,
+    cells,
+    tokens_stride,
+    pages,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    position = tl.load(num_computed + slot)
+    token = tl.load(tokens + slot * tokens_stride + position)
+    last_page = position // PAGE_SIZE
+    await_inputs(OVERLAP)
+    tl.store(input_ids + row, token)
+    tl.store(positions + row, position)
+    tl.store(lengths + row, (position + 1).to(tl.int32))
+    tl.store(cells + row, tl.load(page_table + slot * pages + last_page) * PAGE_SIZE + position % PAGE_SIZE)
+    for start in range(0, last_page + 1, BLOCK):
+        page = start + tl.arange(0, BLOCK)
+        page_id = tl.load(page_table + slot * pages + page, mask=page <= last_page, other=0)
+        tl.store(row_pages + row * pages + page, page_id, mask=page <= last_page)

@@ -1,0 +1,132 @@
+"""`Kernels` for a GPU: the fused Triton kernels behind the interface that a model knows."""
+
+from __future__ import annotations
+
+import torch
+
+from mini_sglang.kernels.interface import KVCells, Matrix, Norm, Rotation, Stream, linear
+from mini_sglang.kernels.triton.embedding import embedding
+from mini_sglang.kernels.triton.experts import experts
+from mini_sglang.kernels.triton.gemv import MAX_ROWS, gemv
+from mini_sglang.kernels.triton.matmul import matmul
+from mini_sglang.kernels.triton.rms_norm import rms_norm
+from mini_sglang.kernels.triton.rope_store import rope_store
+from mini_sglang.kernels.triton.routing import route
+from mini_sglang.kernels.triton.silu_mul import silu_mul
+from mini_sglang.kernels.triton.small_gemm import gated_tile, product_in_parts
+
+
+class TritonKernels:
+    """Every operation can lie in a CUDA graph. With `deterministic` a row's bits depend on no other row."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        if self._deterministic:
+            return InvariantMatrix(weight, bias)
+        return TritonMatrix(weight, bias)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TritonExperts:
+        return TritonExperts(gate_up, down, deterministic=self._deterministic)
+
+    def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, top_k, normalize=normalize)
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return embedding(token_ids, table)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        target: KVCells,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        return rope_store(
+            qkv,
+            rotation.positions,
+            target.cells,
+            rotation.cos,
+            rotation.sin,
+            target.keys,
+            target.values,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_mul(gate_up)
+
+
+class TritonMatrix:
+    """`Matrix` on a GPU, the fastest way for each number of rows.
+
+    One or two go through one fused kernel that reads weights at full speed, many to cuBLAS, and what lies in between as
+    `small_gemm.py` says.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self._bias = weight, bias
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        if _is_few(x):
+            return gemv(x, self.weight, bias=self._bias, norm=norm, out=out)
+        return linear(_normed(x, norm, self.weight), self.weight, self._bias, out)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        if _is_few(x):
+            return gemv(x, self.weight, bias=self._bias, norm=norm, gated=True)
+        tile = gated_tile(len(x), self.weight)
+        if tile is None:
+            return silu_mul(self.product(x, norm), ahead=ahead)
+        return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True, tile=tile)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+        if _is_few(x):
+            return Stream(gemv(x, self.weight, bias=self._bias, residual=residual))
+        if self._bias is not None:
+            return Stream(residual + self.product(x))
+        if then is not None and (parts := product_in_parts(x, self.weight)) is not None:
+            return Stream(residual, rms_norm(residual, then.weight, then.eps, parts=parts))
+        return Stream(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
+
+
+class InvariantMatrix:
+    """`Matrix` on a GPU whose products add in one order, however many rows there are."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self._bias = weight, bias
+
+    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        return matmul(_normed(x, norm, self.weight), self.weight, self._bias, out=out)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+        return Stream(matmul(x, self.weight, self._bias, residual=residual))
+
+
+class TritonExperts:
+    """`Experts` on a GPU. With `deterministic` a token's sums have one order, however many tokens there are."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, *, deterministic: bool) -> None:
+        self._gate_up, self._down, self._deterministic = gate_up, down, deterministic
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return experts(residual, x, ids, weights, self._gate_up, self._down, deterministic=self._deterministic)
+
+
+def _normed(x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps, ahead=ahead)
+
+
+def _is_few(x: torch.Tensor) -> bool:
+    return 0 < len(x) <= MAX_ROWS

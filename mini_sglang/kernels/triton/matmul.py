@@ -1,0 +1,283 @@
+"""Batch-invariant matrix products: a row of y = x W^T has the same bits alone and in any batch, at any place in it.
+
+Libraries pick their kernel, and with it the order of additions, by the number of rows. Here every element has one
+accumulator that walks K upwards in blocks of one size: tiles differ in shape, never in the order of additions, and K is
+never split. Tiles have 64 rows or more, so that all of them use the same matrix instruction (wgmma on Hopper). Who does
+not ask for that may hand in a tile of fewer rows, or have K cut (`matmul_parts`). Knows tensors only.
+"""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+
+_PROGRAMS = 128  # what a step should at least be cut into: about one program for each multiprocessor of an H100
+ROW_TILES = 8  # whose programs follow each other, so that they find the weights' columns in the L2 cache
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """What one program computes, and how. No field changes a bit of the result."""
+
+    rows: int
+    columns: int  # rows of the weight; in a gated product half of them are the gate's
+    num_warps: int
+    num_stages: int  # depth of the pipeline that loads x and the weights ahead
+
+
+# deep pipelines where weights must arrive at the memory's rate, two programs per multiprocessor where they fit
+MATMUL_TILES = (
+    MatmulTile(64, 16, num_warps=4, num_stages=8),
+    MatmulTile(64, 32, num_warps=4, num_stages=8),
+    MatmulTile(64, 64, num_warps=4, num_stages=6),
+    MatmulTile(64, 128, num_warps=4, num_stages=4),
+    MatmulTile(128, 128, num_warps=8, num_stages=3),
+    MatmulTile(128, 256, num_warps=8, num_stages=4),
+)
+_WITHOUT_TENSOR_CORES = MatmulTile(64, 32, num_warps=4, num_stages=2)
+
+
+def matmul_tile(rows: int, columns: int, dtype: torch.dtype) -> MatmulTile:
+    """The largest tile that still gives every multiprocessor work and does not lie half beside the rows.
+
+    Wide ones only where there are many rows, which hide how long a pipeline takes to fill.
+    """
+    if dtype.itemsize > 2:
+        return _WITHOUT_TENSOR_CORES
+    widest = 64 if rows <= 64 else 128 if rows <= 512 else 256
+    fitting = [tile for tile in MATMUL_TILES if tile.rows < rows + 64 and tile.columns <= widest]
+    for tile in reversed(fitting):
+        programs = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+        if programs >= (2 * _PROGRAMS if tile.columns == 256 else _PROGRAMS):
+            return tile
+    return MATMUL_TILES[0]
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    tile: MatmulTile | None = None,
+) -> torch.Tensor:
+    """x [rows, K], rows contiguous, times weight [N, K] contiguous, plus bias [N] and residual -> [rows, N]
+
+    Summed in float32 and rounded once. All have one dtype. `residual` [rows, N] contiguous is overwritten and returned.
+    Without one the result goes into `out` [rows, N], contiguous, where that is given.
+    `gated`: weight [2 N, K] and bias [2 N] -> silu(first half) * second half [rows, N], of the float32 sums.
+    Raises ValueError for layouts that the memory engine cannot read, and for `gated` with a residual.
+    """
+    if gated and (residual is not None or weight.shape[0] % 2):
+        raise ValueError(f"a gated product takes a weight of two halves and no residual; weight {list(weight.shape)}")
+    rows = len(x)
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    if residual is not None:
+        out = residual
+    _check(x, weight, out)
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if rows:
+        _launch(x, weight, bias, residual, out, tile or matmul_tile(rows, weight.shape[0], x.dtype), gated=gated)
+    return out
+
+
+def matmul_parts(x: torch.Tensor, weight: torch.Tensor, parts: int, *, tile: MatmulTile) -> torch.Tensor:
+    """x [rows, K], rows contiguous, times weight [N, K] contiguous, before it is summed -> [parts, rows, N] float32
+
+    K is cut into `parts` stretches (split-K), so that few rows and columns keep every multiprocessor busy. The sum has
+    the bits of `matmul` only by chance. Raises ValueError as `matmul` does.
+    """
+    _check(x, weight, None)
+    out = torch.empty(parts, len(x), len(weight), dtype=torch.float32, device=x.device)
+    if len(x):
+        _launch(x, weight, None, None, out, tile, parts=parts)
+    return out
+
+
+def matmul_parts_reference(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """The twin of `matmul_parts`, in float64."""
+    depth = _part_depth(x.shape[1], parts, x.dtype)
+    stretches = zip(x.double().split(depth, 1), weight.double().split(depth, 1), strict=True)
+    products = [of_x @ of_weight.t() for of_x, of_weight in stretches]
+    products += [torch.zeros_like(products[0])] * (parts - len(products))
+    return torch.stack(products).float()
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: MatmulTile,
+    *,
+    gated: bool = False,
+    parts: int = 1,
+) -> None:
+    """`out` is [rows, N], or [parts, rows, N] where K is cut."""
+    rows, depth = x.shape
+    columns = out.shape[-1]
+    block_columns = tile.columns // 2 if gated else tile.columns  # of the result
+    block_depth = _block_depth(x.dtype)
+    fills_a_tile = rows >= tile.rows
+    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, block_columns), parts)](
+        TensorDescriptor.from_tensor(x, [tile.rows, block_depth]) if fills_a_tile else x,
+        TensorDescriptor.from_tensor(weight.view(2, columns, depth), [2, block_columns, block_depth])
+        if gated
+        else TensorDescriptor.from_tensor(weight, [block_columns, block_depth]),
+        bias,
+        residual,
+        out,
+        rows,
+        columns,
+        depth,
+        _part_depth(depth, parts, x.dtype),
+        x.stride(0),
+        GATED=gated,
+        IN_PARTS=parts > 1,
+        FILLS_A_TILE=fills_a_tile,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_COLUMNS=block_columns,
+        BLOCK_DEPTH=block_depth,
+        ROW_TILES=ROW_TILES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **overlapped(x.device),
+    )
+
+
+def _block_depth(dtype: torch.dtype) -> int:
+    return 64 if dtype.itemsize <= 2 else 32
+
+
+def _part_depth(depth: int, parts: int, dtype: torch.dtype) -> int:
+    """Of K, in whole blocks."""
+    blocks = triton.cdiv(depth, _block_depth(dtype))
+    return int(triton.cdiv(blocks, parts)) * _block_depth(dtype)
+
+
+def matmul_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """The twin of `matmul`, in float64; it leaves `residual` as it is."""
+    product = x.double() @ weight.double().t()
+    for addend in (bias, residual):
+        if addend is not None:
+            product += addend.double()
+    if gated:
+        gate, up = product.chunk(2, dim=-1)
+        product = F.silu(gate) * up
+    return product.to(x.dtype)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
+    if weight.shape[1] != x.shape[1] or x.shape[1] % 16:
+        raise ValueError(
+            f"x {list(x.shape)} and weight {list(weight.shape)} must share their last size, a multiple of 16"
+        )
+    if x.stride(1) != 1 or x.stride(0) * x.dtype.itemsize % 16 or not weight.is_contiguous():
+        raise ValueError(f"the rows of x must be contiguous and 16 bytes aligned, weight contiguous; x {x.stride()}")
+    if out is not None and not out.is_contiguous():
+        raise ValueError("the residual and `out` must be contiguous")
+
+
+@triton.jit
+def banded_tile(row_tiles, column_tiles, ROW_TILES: tl.constexpr):
+    """(row tile, column tile) of this program: ROW_TILES programs of one column, then those of the next.
+
+    So they find the column's weights in the L2 cache.
+    """
+    band_programs = ROW_TILES * column_tiles
+    first = tl.program_id(0) // band_programs * ROW_TILES
+    height = tl.minimum(row_tiles - first, ROW_TILES)
+    place = tl.program_id(0) % band_programs
+    return first + place % height, place // height
+
+
+@triton.jit(do_not_specialize=["rows", "part_depth"])
+def _matmul_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    columns,
+    depth,
+    part_depth,
+    x_stride,
+    GATED: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    FILLS_A_TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """weight is a tensor descriptor: what lies outside reads as 0, which adds nothing. x is one where it fills a tile.
+
+    With GATED it is one of [2, columns, depth], gate and up: a tile holds the same columns of both, for one tl.dot.
+    IN_PARTS: a program walks one stretch of K, and `out` has a product for each of them.
+
+    The memory engine takes up to twice as long over a tile that lies partly outside of x. So the last one ends with the
+    last row, and stores only what is its own; and fewer rows than a tile has are read through pointers.
+    """
+    row_tile, column_tile = banded_tile(tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS), ROW_TILES)
+    first_row = row_tile * BLOCK_ROWS
+    if FILLS_A_TILE:
+        first_row = tl.minimum(first_row, rows - BLOCK_ROWS)
+    first_column = column_tile * BLOCK_COLUMNS
+    at_row = first_row + tl.arange(0, BLOCK_ROWS)
+    at_column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    at_depth = tl.arange(0, BLOCK_DEPTH)
+    acc = tl.zeros([BLOCK_ROWS, 2 * BLOCK_COLUMNS if GATED else BLOCK_COLUMNS], tl.float32)
+    first, end = 0, depth
+    if IN_PARTS:
+        first = tl.program_id(1) * part_depth
+        end = tl.minimum(first + part_depth, depth)
+        out += tl.program_id(1).to(tl.int64) * rows * columns
+    await_inputs(OVERLAP)
+    for start in range(first, end, BLOCK_DEPTH):
+        if FILLS_A_TILE:
+            x_tile = x.load([first_row, start])
+        else:
+            inside = (at_row < rows)[:, None] & (start + at_depth < depth)[None, :]
+            x_tile = tl.load(x + at_row[:, None] * x_stride + (start + at_depth)[None, :], mask=inside, other=0.0)
+        if GATED:
+            weight_tile = tl.reshape(weight.load([0, first_column, start]), [2 * BLOCK_COLUMNS, BLOCK_DEPTH])
+        else:
+            weight_tile = weight.load([first_column, start])
+        acc = tl.dot(x_tile, tl.trans(weight_tile), acc, input_precision="ieee")
+    own = (at_row >= row_tile * BLOCK_ROWS) & (at_row < rows)
+    there = own[:, None] & (at_column < columns)[None, :]
+    places = at_row.to(tl.int64)[:, None] * columns + at_column[None, :]
+    if GATED:  # every thread has both of a pair
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_ROWS, 2, BLOCK_COLUMNS]), [0, 2, 1]))
+    if bias is not None:
+        acc += tl.load(bias + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if bias is not None:
+            up += tl.load(bias + columns + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
+        acc = acc * tl.sigmoid(acc) * up
+    if residual is not None:
+        acc += tl.load(residual + places, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=there)

@@ -1,0 +1,74 @@
+"""The gate of a SwiGLU layer, silu(gate) * up, in one pass (Shazeer, arXiv 2002.05202), beside its PyTorch twin."""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from mini_sglang.kernels.triton.pdl import ahead_of, await_inputs, fetch_ahead, overlapped
+
+_BLOCK = 1024
+
+
+def silu_mul(gate_up: torch.Tensor, *, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    """gate_up [rows, 2 * size] contiguous, gate first -> silu(gate) * up [rows, size], computed in float32
+
+    `ahead` [N, K] contiguous: the weight that is needed next.
+    """
+    if not gate_up.is_contiguous():
+        raise ValueError("gate_up must be contiguous")
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    blocks = triton.cdiv(size, _BLOCK)
+    fetched = ahead_of(ahead, rows)
+    _silu_mul_kernel[(rows * blocks + fetched.programs,)](
+        gate_up,
+        out,
+        fetched.weight,
+        rows * blocks,
+        fetched.n,
+        SIZE=size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **fetched.constants,
+        **overlapped(gate_up.device),
+    )
+    return out
+
+
+def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """The twin of `silu_mul`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+@triton.jit(do_not_specialize=["programs", "n"])
+def _silu_mul_kernel(
+    gate_up,
+    out,
+    ahead,
+    programs,
+    n,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD_K_BYTES: tl.constexpr,
+    AHEAD_LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = tl.cdiv(SIZE, BLOCK)
+    program = tl.program_id(0)
+    if AHEAD_LINES > 0:  # noqa: SIM102 (decided when the kernel is compiled)
+        if program >= programs:
+            fetch_ahead(ahead, program - programs, n, AHEAD_K_BYTES, AHEAD_LINES)
+    row = (program // BLOCKS).to(tl.int64)
+    at = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    there = at < tl.where(program < programs, SIZE, 0)
+    await_inputs(OVERLAP)
+    gate = tl.load(gate_up + row * 2 * SIZE + at, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=there)

@@ -1,0 +1,226 @@
+"""What is to be seen of an engine at work: how long requests were queued, the step log, and traces.
+
+The engine tells its observer what happens; the observer decides nothing and changes nothing but the `queued_s` of
+outputs. With neither log nor trace a step costs it next to nothing, with a log what changes in the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Literal
+
+from mini_sglang.observability.profiler import Tracer
+from mini_sglang.observability.step_log import Arrived, Chunk, Ended, Header, Step, StepLog
+from mini_sglang.request import FinishReason, TokenOutput
+from mini_sglang.scheduling.batch import ScheduledBatch
+from mini_sglang.scheduling.scheduler import LaunchedStep, Scheduler
+
+logger = logging.getLogger(__name__)
+
+PhaseName = Literal["schedule", "launch", "wait", "update"]
+
+_FLUSH_US = 1_000_000  # a log that is watched is at most so far behind
+_NOTHING = nullcontext()
+
+
+class EngineObserver:
+    """Watches one engine. `log` may be left out; traces go to `profile_dir`, without which none can be made."""
+
+    def __init__(self, log: StepLog | None = None, profile_dir: str | None = None) -> None:
+        self._log = log
+        self._profile_dir = profile_dir
+        self._began_ns = time.perf_counter_ns()
+        self._arrived_us: dict[str, int] = {}  # of requests that were in no step yet
+        self._queued_us: dict[str, int] = {}  # of those that were, until an output says so
+        self._live: set[str] = set()  # requests that have not ended
+        self._next = Step(step=0, at_us=0, host_us={})  # the step that is being scheduled
+        self._unread: dict[int, Step] = {}  # launched ones, by number
+        self._decode_ids: tuple[str, ...] | None = ()  # of the last line
+        self._flushed_us = 0
+        self._phase = _Phase(self)
+        self.tracer: Tracer | None = None
+        self._steps_to_trace: int | None = None
+        self._trace: str | OSError | None = None  # the last one's path, or why it could not be written
+
+    def now_us(self) -> int:
+        """Since the engine was ready."""
+        return (time.perf_counter_ns() - self._began_ns) // 1000
+
+    # -- what the engine tells ----------------------------------------------------------------------------------------
+
+    def started(self, config: dict[str, object]) -> None:
+        """The engine is ready, with this configuration."""
+        self._began_ns = time.perf_counter_ns()
+        if self._log is not None:
+            self._log.write(Header(began=time.time(), config=config))
+            self._log.flush()
+
+    def arrived(self, request_id: str, prompt_tokens: int) -> None:
+        """A request was queued."""
+        now = self._arrived_us[request_id] = self.now_us()
+        self._live.add(request_id)
+        if self._log is not None:
+            self._log.write(Arrived(at_us=now, request_id=request_id, prompt_tokens=prompt_tokens))
+
+    def ended(self, request_id: str, reason: FinishReason) -> None:
+        """A request ended; one that has ended before is ignored."""
+        if request_id not in self._live:
+            return
+        self._live.remove(request_id)
+        self._arrived_us.pop(request_id, None)
+        self._queued_us.pop(request_id, None)
+        if self._log is not None:
+            self._log.write(Ended(at_us=self.now_us(), request_id=request_id, reason=reason))
+            if not self._live:  # nothing may follow for a long time
+                self._log.flush()
+
+    def phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:
+        """Around a phase of step number `step`."""
+        if self._log is None and self.tracer is None:
+            return _NOTHING
+        times = self._unread.get(step)
+        if times is None:
+            times = self._next = Step(step=step, at_us=0, host_us={})
+        self._phase.name, self._phase.step = name, times
+        return self._phase
+
+    def scheduled(self, batch: ScheduledBatch, scheduler: Scheduler) -> None:
+        """`batch` is about to be launched, and is the last one that was scheduled."""
+        if batch.new_rows and self._arrived_us:
+            now = self.now_us()
+            for request_id in _admitted(scheduler.latest_step):
+                if (arrived := self._arrived_us.pop(request_id, None)) is not None:
+                    self._queued_us[request_id] = now - arrived
+        if self._log is not None or self.tracer is not None:
+            self._unread[batch.step] = self._next
+            self._describe(self._next, scheduler)
+
+    def _describe(self, step: Step, scheduler: Scheduler) -> None:
+        launched, stats = scheduler.latest_step, scheduler.stats()
+        new, decode_ids = {row.slot for row in launched.batch.new_rows}, []
+        for row, request in zip(launched.batch.rows, launched.requests, strict=True):
+            if row.count == 1 and row.samples and row.slot not in new:
+                decode_ids.append(request.request_id)
+            else:
+                step.chunks.append(Chunk(request.request_id, row.start, row.count, row.samples))
+        step.decodes, step.tokens = len(decode_ids), launched.batch.num_tokens
+        step.decode_ids = tuple(decode_ids)
+        step.admitted = _admitted(launched)
+        step.preempted = launched.preempted
+        step.running, step.waiting = stats.num_running, stats.num_waiting
+        step.free_pages, step.cached_pages = stats.num_free_pages, stats.num_cached_pages
+        step.used_pages = stats.num_used_pages
+
+    def read(self, batch: ScheduledBatch, device_us: int | None = None, error: str | None = None) -> None:
+        """A launched step has been taken in, or has failed with `error`."""
+        step = self._unread.pop(batch.step, None)
+        if step is None:  # launched before anybody wanted to know
+            return
+        if self._log is not None:
+            step.read_us, step.device_us, step.error = self.now_us(), device_us, error
+            if step.decode_ids == self._decode_ids:
+                step.decode_ids = None
+            else:
+                self._decode_ids = step.decode_ids
+            self._log.write(step)
+            if error is not None or step.read_us - self._flushed_us > _FLUSH_US:
+                self._flushed_us = step.read_us
+                self._log.flush()
+        if self.tracer is not None and self._steps_to_trace is not None:
+            self._steps_to_trace -= 1
+            if self._steps_to_trace == 0:
+                self._finish_trace()
+
+    def gave(self, outputs: Iterable[TokenOutput]) -> None:
+        """These go to whoever asked: all that a step has to say beyond one more token of a request."""
+        for output in outputs:
+            if self._queued_us and (queued_us := self._queued_us.pop(output.request_id, None)) is not None:
+                output.queued_s = queued_us / 1e6
+            if output.finish_reason is not None:
+                self.ended(output.request_id, output.finish_reason)
+
+    # -- traces -------------------------------------------------------------------------------------------------------
+
+    def start_trace(self, num_steps: int | None) -> None:
+        """Trace until `stop_trace`, or for `num_steps` steps. Raises ValueError if that cannot be, and OSError."""
+        if self._profile_dir is None:
+            raise ValueError("profile_dir must be set for traces: start the engine with --profile-dir DIR")
+        if self.tracer is not None:
+            raise ValueError("a trace is being made already: stop it first")
+        try:
+            self.tracer, self._steps_to_trace = Tracer(self._profile_dir), num_steps
+        except RuntimeError as error:  # somebody else uses PyTorch's profiler in this process
+            raise ValueError(f"the profiler cannot start: {error}") from error
+        self._phase.tracer = self.tracer
+
+    def stop_trace(self) -> str:
+        """Where the trace lies: the one that is being made, which ends, or the last one if its steps are over.
+
+        Raises ValueError if none was started since the last call, OSError if it could not be written.
+        """
+        if self.tracer is not None:
+            self._finish_trace()
+        trace, self._trace = self._trace, None
+        if trace is None:
+            raise ValueError("no trace is being made: start one first")
+        if isinstance(trace, OSError):
+            raise trace
+        return trace
+
+    def _finish_trace(self) -> None:
+        tracer, self.tracer = self.tracer, None
+        self._phase.tracer = None
+        if tracer is not None:
+            try:
+                tracer.stop()
+                self._trace = tracer.path
+            except (OSError, RuntimeError) as error:  # whoever asks for the trace gets it; the engine goes on
+                logger.error("the trace cannot be written: %s", error)
+                self._trace = OSError(f"the trace cannot be written: {error}")
+
+    def close(self) -> None:
+        """Write what is left of the log, and a trace that is being made."""
+        self._finish_trace()
+        if self._log is not None:
+            self._log.close()
+
+
+def _admitted(launched: LaunchedStep) -> list[str]:
+    slots = {row.slot for row in launched.batch.new_rows}
+    rows = zip(launched.requests, launched.batch.rows, strict=True)
+    return [request.request_id for request, row in rows if row.slot in slots]
+
+
+class _Phase:
+    """Times a phase of a step, and names it in a trace. There is one, used again: phases do not nest."""
+
+    __slots__ = ("_observer", "_region", "_start_us", "name", "step", "tracer")
+
+    def __init__(self, observer: EngineObserver) -> None:
+        self._observer = observer
+        self._region: AbstractContextManager[object] | None = None
+        self._start_us = 0
+        self.name: PhaseName = "schedule"
+        self.step = Step(step=0, at_us=0, host_us={})
+        self.tracer: Tracer | None = None
+
+    def __enter__(self) -> None:
+        if self.tracer is not None:
+            what = f" ({self.step.decodes} decodes, {self.step.tokens} tokens)" if self.name == "launch" else ""
+            self._region = self.tracer.region(f"{self.name} {self.step.step}{what}")
+            self._region.__enter__()
+        self._start_us = self._observer.now_us()
+        if self.name == "schedule":
+            self.step.at_us = self._start_us
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.step.host_us[self.name] = self._observer.now_us() - self._start_us
+        if self._region is not None:
+            self._region.__exit__(kind, error, trace)
+            self._region = None

@@ -1,0 +1,243 @@
+"""How the served model writes thoughts and tool calls: what its prompt must say, and how its answers are read.
+
+A `Dialect` belongs to the server and is told from the chat template, unless options name it; an `AnswerPlan` belongs to
+one request and says what its answers may consist of; an `AnswerParser` reads one answer. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mini_sglang.config import ServerConfig
+from mini_sglang.grammar.compiler import tool_call_grammar
+from mini_sglang.request import MAX_GRAMMAR_LENGTH, RequestOutput, SamplingParams
+from mini_sglang.server.answers.deltas import Answer, Content, Piece
+from mini_sglang.server.answers.reasoning import (
+    MISTRAL_THINK,
+    REASONING_PARSERS,
+    THINK,
+    Markers,
+    ReasoningParser,
+    opens_thought,
+)
+from mini_sglang.server.answers.tool_calls import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    TOOL_CALL_PARSERS,
+    CallNotation,
+    ToolCallParser,
+)
+from mini_sglang.server.answers.tool_prompt import with_plain_tools
+from mini_sglang.server.errors import invalid
+from mini_sglang.server.openai.bodies import Message, TemplateBody, Tool
+from mini_sglang.text.tokenizer import Tokenizer
+
+_TAIL_TOKENS = 16  # of a prompt, among which a template's opening of a thought is
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+class Dialect:
+    """Of one model. `notation` and `thought` are None where there are no calls or no thoughts."""
+
+    def __init__(self, tokenizer: Tokenizer, notation: CallNotation | None, thought: Markers | None) -> None:
+        self.tokenizer = tokenizer
+        self.notation = notation
+        self.thought = thought
+        self._knows_tools = re.search(r"\btools\b", tokenizer.chat_template) is not None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> Dialect:
+        """The one that the options name, or else the chat template shows."""
+        template, tool_calls, reasoning = tokenizer.chat_template, config.tool_call_parser, config.reasoning_parser
+        return cls(
+            tokenizer,
+            _notation_of(template) if tool_calls == "auto" else TOOL_CALL_PARSERS.get(tool_calls),
+            _thought_of(template) if reasoning == "auto" else REASONING_PARSERS.get(reasoning),
+        )
+
+    def render(self, messages: Sequence[Message], body: TemplateBody) -> list[int]:
+        """The prompt's token ids: the conversation and the offered tools, as the model's chat template writes them.
+
+        Raises ValueError, naming the field, if the template or the model does not take them.
+        """
+        if body.offered_tools and self.notation is None:
+            raise ValueError(
+                "tools cannot be used: how this model writes calls is not known, or switched off; "
+                "see the server's option --tool-call-parser"
+            )
+        plain = [message.for_template() for message in messages]
+        tools = [tool.for_template() for tool in body.offered_tools]
+        arguments = body.template_arguments
+        if not self._knows_tools:
+            plain = with_plain_tools(plain, tools, (self.notation or HERMES).syntax)
+        elif tools:
+            arguments = {**arguments, "tools": tools}  # type: ignore[dict-item]
+        if self.notation is MISTRAL:
+            _shorten_ids(plain)
+        return self.tokenizer.apply_chat_template(
+            plain,
+            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.adds_generation_prompt,
+            **arguments,
+        )
+
+    def plan(self, body: TemplateBody, messages: Sequence[Message], prompt_ids: Sequence[int]) -> AnswerPlan:
+        """What the answers to a prompt that `render` has made may consist of."""
+        is_thinking = False
+        if self.thought is not None and body.continue_final_message:
+            is_thinking = opens_thought(messages[-1].content or "", self.thought)
+        elif self.thought is not None:
+            tail = self.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+            is_thinking = tail.rstrip().endswith(self.thought.opening)
+        return AnswerPlan(self, body, is_thinking)
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """What the answers of one request may consist of. `is_thinking`: its prompt ends within a thought."""
+
+    dialect: Dialect
+    body: TemplateBody
+    is_thinking: bool
+
+    def constrain(self, params: SamplingParams) -> SamplingParams:
+        """The sampling parameters with what makes calls and thoughts come out as the request wants them.
+
+        Raises ApiError 400 if that cannot be had.
+        """
+        texts = self._notation.markers if self._notation is not None else ()
+        ids = map(self.dialect.tokenizer.special_token_id, (*texts, *(self.dialect.thought or ())))
+        params = msgspec.structs.replace(params, shown_special_ids=[i for i in ids if i is not None])
+        if self.body.offered_tools and params.grammar_field is not None:
+            message = f"{params.grammar_field} cannot be combined with tools; tool_choice none leaves them out"
+            raise invalid(ValueError(message))
+        if self._notation is not None and self._has_grammar:
+            params = msgspec.structs.replace(params, tool_grammar=self._grammar(self._notation))
+        if params.is_constrained and self.is_thinking and self.dialect.thought is not None:
+            params = msgspec.structs.replace(params, grammar_after=self.dialect.thought.closing)
+        return params
+
+    def parser(self) -> AnswerParser:
+        """For one answer."""
+        thought = self.dialect.thought
+        reasoning = None if thought is None else ReasoningParser(thought, inside=self.is_thinking)
+        if self._notation is None:
+            return AnswerParser(reasoning, None)
+        names = [tool.function.name for tool in self._callable]
+        max_calls = 1 if self.body.parallel_tool_calls is False else None
+        return AnswerParser(
+            reasoning, ToolCallParser(self._notation, names, max_calls=max_calls, eager=self._has_grammar)
+        )
+
+    @property
+    def _notation(self) -> CallNotation | None:
+        return self.dialect.notation if self.body.offered_tools else None
+
+    @property
+    def _callable(self) -> list[Tool]:
+        named = self.body.named_tool
+        return [tool for tool in self.body.offered_tools if named in (None, tool.function.name)]
+
+    @property
+    def _must_call(self) -> bool:
+        return self.body.named_tool is not None or self.body.tool_choice == "required"
+
+    @property
+    def _has_grammar(self) -> bool:
+        """Whether a grammar holds calls to the notation. It can do so within free text only behind a marker."""
+        has_marker = self._notation is not None and self._notation.opening is not None
+        return self._must_call or (has_marker and any(tool.function.strict for tool in self._callable))
+
+    def _grammar(self, notation: CallNotation) -> str:
+        if (size := sum(tool.num_characters for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
+            raise invalid(ValueError(f"tools may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got {size}"))
+        return tool_call_grammar(
+            {tool.function.name: self._schema(tool) for tool in self._callable},
+            notation.syntax,
+            self.dialect.tokenizer,
+            parallel=self.body.parallel_tool_calls is not False,
+            free_text=not self._must_call,
+        )
+
+    def _schema(self, tool: Tool) -> dict[str, Any] | None:
+        """Of the arguments. What is not declared is not allowed, unless the schema says that it is."""
+        if not self._must_call and not tool.function.strict:
+            return None
+        schema = tool.function.parameters or {"type": "object", "properties": {}}
+        return {"additionalProperties": False, **schema} if "properties" in schema else schema
+
+
+class AnswerParser:
+    """Reads one answer: the thought first, then text and calls. Either may not be looked for."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self._reasoning_tokens: int | None = None  # of a thought that is over
+
+    def push(self, output: RequestOutput) -> list[Piece]:
+        """What `output` makes certain; after the last one, all."""
+        return self._push(output.text_delta, output.finished)
+
+    def whole(self, output: RequestOutput) -> Answer:
+        """All of an answer that is complete; what `push` gives of it, joined."""
+        return Answer.of(self._push(output.text, True))
+
+    def reasoning_tokens(self, output: RequestOutput) -> int:
+        """How many tokens the thought took, its markers included. `output`: the latest that was read."""
+        if self._reasoning is None or not self._reasoning.reasoning_characters:
+            return 0
+        if self._reasoning.is_thinking:
+            return output.usage.completion_tokens
+        if self._reasoning_tokens is None:  # once: it takes time in proportion to the thought
+            self._reasoning_tokens = output.num_tokens_of_text(self._reasoning.reasoning_characters)
+        return self._reasoning_tokens
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether tools were called so far."""
+        return self._calls is not None and self._calls.num_calls > 0
+
+    def _push(self, text: str, final: bool) -> list[Piece]:
+        pieces: list[Piece] = [Content(text)] if text else []
+        if self._reasoning is not None:
+            pieces = self._reasoning.push(text, final=final)
+        if self._calls is None:
+            return pieces
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        thoughts = [piece for piece in pieces if not isinstance(piece, Content)]
+        return thoughts + self._calls.push(content, final=final)
+
+
+def _notation_of(template: str) -> CallNotation | None:
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<tool_call>" in template:  # some models write no JSON in it
+        return None if "<function=" in template or "<arg_key>" in template else HERMES
+    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
+        return LLAMA3
+    return None if re.search(r"\btools\b", template) else HERMES  # the server tells the model of it
+
+
+def _thought_of(template: str) -> Markers | None:
+    return THINK if THINK.closing in template else MISTRAL_THINK if MISTRAL_THINK.opening in template else None
+
+
+def _shorten_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Mistral's templates take ids of nine letters and digits only; which ones is all the same, if they match."""
+
+    def shorten(call_id: str) -> str:
+        return call_id if _MISTRAL_ID.fullmatch(call_id) else f"{zlib.crc32(call_id.encode()):09x}"
+
+    for message in messages:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = shorten(message["tool_call_id"])
+        for call in message.get("tool_calls", ()):
+            call["id"] = shorten(call["id"])

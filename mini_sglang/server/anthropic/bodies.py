@@ -1,0 +1,251 @@
+"""The bodies of Anthropic's API: /v1/messages and /v1/messages/count_tokens, with this server's sampling fields.
+
+What they ask for is turned into the same messages, tools and `SamplingParams` as a chat's. A field of Anthropic's that
+is not supported is refused by name, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mini_sglang.request import SamplingParams
+from mini_sglang.server.openai.bodies import (
+    FAIL_FAST,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    CalledFunction,
+    Content,
+    Function,
+    FunctionName,
+    JsonObject,
+    Message,
+    MessageCall,
+    NamedTool,
+    Off,
+    OffIfEmpty,
+    SamplingBody,
+    StopStrings,
+    TemplateArguments,
+    TemplateBody,
+    Tool,
+    ToolName,
+    at_most,
+    join_runs,
+    must_be_off,
+    schema_format,
+    to_sampling_params,
+)
+
+CacheControl = JsonObject  # a hint: prefixes are cached anyway
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: OffIfEmpty = None
+
+
+class ThinkingBlock(Body):
+    """A thought of an earlier answer; the chat template decides whether the model sees it again."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Body):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: JsonObject
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(Body):
+    """What a call gave. Chats have no field for an error: the text says so."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Content = ""
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def for_chat(self) -> Message:
+        content = f"Error: {self.content}" if self.is_error else self.content
+        return Message(role="tool", content=content, tool_call_id=self.tool_use_id)
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+BlockList = Annotated[
+    list[Block],
+    FAIL_FAST,
+    at_most(MAX_MESSAGES),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
+]
+
+
+class Turn(Body):
+    """One message; what several in a row say in one role becomes one turn."""
+
+    role: Literal["user", "assistant"]
+    content: BlockList
+
+    def blocks(self, kind: type[Body]) -> Iterator[Any]:
+        return (block for block in self.content if isinstance(block, kind))
+
+    @property
+    def text(self) -> str:
+        return "".join(block.text for block in self.blocks(TextBlock))
+
+
+class ToolDefinition(Body):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: JsonObject
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def for_chat(self) -> Tool:
+        function = Function(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # with type tool
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> Literal["none", "auto", "required"] | NamedTool:
+        match self.type:
+            case "tool":
+                return NamedTool(type="function", function=FunctionName(name=self.name or ""))
+            case "any":
+                return "required"
+            case choice:
+                return choice
+
+
+class Thinking(Body):
+    type: Literal["adaptive", "disabled"]  # budgets are not kept, so they cannot be asked for
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    effort: Off = None
+
+
+class Metadata(Body):
+    user_id: str | None = None  # changes no answer
+
+
+Turns = Annotated[list[Turn], Field(min_length=1), FAIL_FAST, at_most(MAX_MESSAGES)]
+
+
+class PromptBody(Body):
+    """What makes the prompt: the parts that both routes have in common."""
+
+    model: str | None = None
+    messages: Turns
+    system: Content | None = None
+    tools: Annotated[list[ToolDefinition], FAIL_FAST, at_most(MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: TemplateArguments | None = None  # as for a chat
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+    speed: Annotated[None, must_be_off("standard")] = None
+
+    def chat_messages(self) -> list[Message]:
+        """The conversation as a chat has it: the system prompt first, results of tools before what the user says."""
+        system = [] if self.system is None else [Message(role="system", content=self.system)]
+        messages = (message for turn in self.messages for message in _chat_messages_of(turn))
+        return system + join_runs(messages, ("user", "assistant"))
+
+    def template(self) -> TemplateBody:
+        """How the messages become a prompt: a last message of the assistant is the beginning of the answer.
+
+        Raises ValueError, naming the field, if tools and choice do not fit.
+        """
+        thinks = self.thinking is not None and self.thinking.type == "adaptive"
+        last = self.messages[-1]
+        choice = self.tool_choice
+        return TemplateBody(
+            continue_final_message=last.role == "assistant" and not any(last.blocks(ToolUseBlock)),
+            chat_template_kwargs={"enable_thinking": thinks, **(self.chat_template_kwargs or {})},
+            tools=None if not self.tools else [tool.for_chat() for tool in self.tools],
+            tool_choice=None if choice is None else choice.for_chat(),
+            parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        )
+
+
+def _chat_messages_of(turn: Turn) -> Iterator[Message]:
+    if turn.role == "assistant":
+        calls = [
+            MessageCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))
+            for block in turn.blocks(ToolUseBlock)
+        ]
+        thought = "".join(block.thinking for block in turn.blocks(ThinkingBlock))
+        yield Message(role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=thought or None)
+        return
+    for block in turn.blocks(ToolResultBlock):
+        yield block.for_chat()
+    if any(turn.blocks(TextBlock)) or not turn.content:
+        yield Message(role="user", content=turn.text)
+
+
+class MessagesBody(PromptBody, SamplingBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: StopStrings | None = None
+    stop: Off = None  # the other APIs' name of stop_sequences
+    metadata: Metadata | None = None
+    service_tier: Annotated[None, must_be_off("auto", "standard_only")] = None
+    container: Off = None
+    diagnostics: Off = None
+    inference_geo: Off = None
+    mcp_servers: OffIfEmpty = None
+    context_management: Off = None
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        return {"response_format": "output_config.format", "stop": "stop_sequences"}
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises ValueError, naming the field, if a value is out of range."""
+        body = self.model_copy(update={"stop": self.stop_sequences})
+        wanted = None if self.output_config is None else self.output_config.format
+        return to_sampling_params(
+            body,
+            max_tokens=self.max_tokens,
+            logprobs=None,
+            response_format=None if wanted is None else schema_format(wanted.json_schema, "output_config.format"),
+        )
+
+
+class CountTokensBody(PromptBody):
+    """POST /v1/messages/count_tokens."""

@@ -1,0 +1,156 @@
+"""Anthropic's answers, made from engine outputs: a whole message, the events of a stream, and the shape of errors.
+
+Knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from mini_sglang.request import FinishReason, RequestOutput, Usage
+from mini_sglang.server.answers.blocks import Block, Blocks, Change
+from mini_sglang.server.answers.model_format import AnswerParser
+from mini_sglang.server.errors import ApiError
+
+Json = dict[str, Any]
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessageFormat:
+    """One answer of /v1/messages. `fits_context`: whether the context has room for all the tokens asked for."""
+
+    def __init__(self, message_id: str, model: str, parser: AnswerParser, fits_context: bool) -> None:
+        self._id = message_id
+        self._model = model
+        self._parser = parser
+        self._fits_context = fits_context
+        self._blocks = Blocks()
+
+    def whole(self, output: RequestOutput) -> Json:
+        """The answer that is complete."""
+        for _ in self._blocks.push(self._parser.push(dataclasses.replace(output, text_delta=output.text))):
+            pass
+        content = [_whole_block(block) for block in self._blocks.all]
+        return {**self._message(content, output.usage), **self._ending(output)}
+
+    def opening(self, first: RequestOutput) -> Iterator[Json]:
+        """The events that begin a stream."""
+        nothing_yet = msgspec.structs.replace(first.usage, completion_tokens=0)
+        message = {**self._message([], nothing_yet), "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": message}
+
+    def delta(self, output: RequestOutput) -> Iterator[Json]:
+        """What `output` added."""
+        for change, block, text in self._blocks.push(self._parser.push(output)):
+            yield _block_event(change, block, text)
+
+    def closing(self, last: RequestOutput) -> Iterator[Json]:
+        """The events that end a stream."""
+        for change, block, text in self._blocks.close():
+            yield _block_event(change, block, text)
+        yield {"type": "message_delta", "delta": self._ending(last), "usage": usage_json(last.usage)}
+        yield {"type": "message_stop"}
+
+    def failure(self, error: ApiError) -> Iterator[Json]:
+        """The event that ends a stream which fails."""
+        yield error_json(error)
+
+    def _message(self, content: list[Json], usage: Usage) -> Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "usage": usage_json(usage),
+        }
+
+    def _ending(self, output: RequestOutput) -> Json:
+        stop_sequence = output.stop_reason if isinstance(output.stop_reason, str) else None
+        if output.finish_reason is FinishReason.LENGTH:
+            reason = "max_tokens" if self._fits_context else "model_context_window_exceeded"
+        elif output.finish_reason is FinishReason.ABORT:
+            reason = "pause_turn"  # cut off from outside: it could be continued
+        elif stop_sequence is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if self._parser.has_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stop_sequence}
+
+
+def _block_event(change: Change, block: Block, text: str) -> Json:
+    match change:
+        case "opened":
+            empty = {**_empty_block(block), "input": {}} if block.kind == "call" else _empty_block(block)
+            return {"type": "content_block_start", "index": block.index, "content_block": empty}
+        case "grown":
+            return {"type": "content_block_delta", "index": block.index, "delta": _block_delta(block, text)}
+        case "closed":
+            return {"type": "content_block_stop", "index": block.index}
+
+
+def _empty_block(block: Block) -> Json:
+    """A block before it has any text."""
+    match block.kind:
+        case "thought":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "text":
+            return {"type": "text", "text": ""}
+        case "call":
+            return {"type": "tool_use", "id": block.call_id, "name": block.name}
+
+
+def _block_delta(block: Block, text: str) -> Json:
+    match block.kind:
+        case "thought":
+            return {"type": "thinking_delta", "thinking": text}
+        case "text":
+            return {"type": "text_delta", "text": text}
+        case "call":
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+def _whole_block(block: Block) -> Json:
+    match block.kind:
+        case "thought":
+            return {**_empty_block(block), "thinking": block.text}
+        case "text":
+            return {**_empty_block(block), "text": block.text}
+        case "call":
+            return {**_empty_block(block), "input": _arguments(block.text)}
+
+
+def _arguments(text: str) -> Json:
+    """The arguments of a call; {} for those of one that was cut off."""
+    try:
+        return msgspec.json.decode(text, type=Json)
+    except msgspec.DecodeError:
+        return {}
+
+
+def usage_json(usage: Usage) -> Json:
+    """Token counts under Anthropic's names, which count cached prompt tokens apart."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def error_json(error: ApiError) -> Json:
+    """An error in Anthropic's shape, with this server's `param` and `code` besides."""
+    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {**error.body()["error"], "type": kind}}

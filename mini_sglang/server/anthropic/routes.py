@@ -1,0 +1,67 @@
+"""Anthropic's routes: the walk of `conversation.py` with Anthropic's bodies, answers and errors."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+
+from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.anthropic.bodies import CountTokensBody, MessagesBody
+from mini_sglang.server.anthropic.format import Json, MessageFormat, error_json
+from mini_sglang.server.context import context_of
+from mini_sglang.server.conversation import answer_conversation
+from mini_sglang.server.errors import ClientDisconnected, as_api_error, error_response
+from mini_sglang.server.generation import Job, encode_messages
+from mini_sglang.server.request_body import invalid_body, read_body, takes, work_on_body
+
+
+class _Route(APIRoute):
+    """A route whose errors, a missing API key's included, have Anthropic's shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_errors(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ClientDisconnected:
+                raise
+            except Exception as error:
+                api_error = as_api_error(error)
+                return error_response(api_error, error_json(api_error))
+
+        return handle_with_errors
+
+
+router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=_Route)
+
+
+@router.post("/messages", openapi_extra=takes(MessagesBody))
+async def messages(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body = await read_body(request, MessagesBody)
+    model = context.check_model(body.model)
+
+    def make_format(job: Job, plan: AnswerPlan) -> MessageFormat:
+        fits_context = len(job.prompt_of(0)) + body.max_tokens <= context.engine.info.context_length
+        return MessageFormat(job.id, model, plan.parser(), fits_context)
+
+    return await answer_conversation(request, body, f"msg_{uuid.uuid4().hex}", make_format)
+
+
+@router.post("/messages/count_tokens", openapi_extra=takes(CountTokensBody))
+async def count_tokens(request: Request) -> Json:
+    """How many tokens a conversation takes as a prompt."""
+    context = context_of(request)
+    body = await read_body(request, CountTokensBody)
+    context.check_model(body.model)
+    try:
+        conversation, template = await work_on_body(request, lambda: (body.chat_messages(), body.template()))
+    except ValueError as error:
+        raise invalid_body(error) from None
+    return {"input_tokens": len(await encode_messages(context, conversation, template))}

@@ -1,0 +1,236 @@
+"""The server's own routes: /generate with tokens and text in one small answer, and everything for operators."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
+
+import mini_sglang
+from mini_sglang.ipc.async_engine import EngineDeadError
+from mini_sglang.request import RequestOutput, TokenLogprobs, shorten
+from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.server.context import ServerContext, context_of
+from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.server.generation import (
+    Job,
+    collect,
+    encode_answer,
+    encode_messages,
+    encode_prompts,
+    make_job,
+    off_loop,
+    run_job,
+)
+from mini_sglang.server.metrics import CONTENT_TYPE
+from mini_sglang.server.openai.bodies import (
+    AbortBody,
+    DetokenizeBody,
+    GenerateBody,
+    ProfileBody,
+    TokenizeBody,
+    parse_prompt,
+)
+from mini_sglang.server.openai.format import Json, finite, usage_json
+from mini_sglang.server.request_body import check_body, read_body, read_object, takes
+from mini_sglang.server.sglang import routes as sglang_routes
+from mini_sglang.server.sglang.bodies import SGLANG_FIELDS, SglangBody
+from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
+
+Answer = TypeVar("Answer")
+
+_SECRETS = ("api_key", "api_key_file", "ssl_keyfile")
+
+router = APIRouter(tags=["mini-sglang"])
+open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
+
+
+@router.post("/generate", openapi_extra=takes(GenerateBody, SglangBody))
+async def generate(request: Request) -> Response:
+    """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new.
+
+    A body with `text`, `input_ids` or `sampling_params` is SGLang's, and answered as SGLang does.
+    """
+    context = context_of(request)
+    fields = await read_object(request)
+    if not SGLANG_FIELDS.isdisjoint(fields):
+        return await sglang_routes.generate(request, check_body(fields, SglangBody))
+    body = check_body(fields, GenerateBody)
+    try:
+        params, prompt = body.sampling_params(), parse_prompt(body.prompt)
+    except ValueError as error:
+        raise invalid(error) from None
+    request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
+    job = make_job(context, request_id, await encode_prompts(context, [prompt]), params, body)
+    if body.stream:
+        return EventStream(_events(context, job))
+    [output] = await while_connected(request.receive, collect(context, job))
+    answer = await encode_answer(
+        job, [output], lambda: _answer(job, output.text, output.token_ids, output.logprobs, output)
+    )
+    return Response(answer, media_type="application/json")
+
+
+async def _events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(run_job(context, job)) as outputs:
+        async for _, output in outputs:
+            yield event(_answer(job, output.text_delta, output.new_token_ids, output.new_logprobs, output))
+    yield DONE
+
+
+def _answer(
+    job: Job, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None, output: RequestOutput
+) -> Json:
+    """A whole answer or an event: some text and tokens of it, and where it stands after `output`."""
+    answer = {
+        "id": job.id,
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "usage": usage_json(output.usage),
+    }
+    return answer if logprobs is None else {**answer, "logprobs": _logprobs(logprobs)}
+
+
+def _logprobs(entries: list[TokenLogprobs]) -> list[Json]:
+    """One entry for each of `token_ids`: its log-probability and the best alternatives."""
+    answer = []
+    for entry in entries:
+        pairs = [{"token_id": i, "logprob": finite(p)} for i, p in zip(entry.token_ids, entry.logprobs, strict=True)]
+        answer.append({**pairs[0], "top_logprobs": pairs[1:]})
+    return answer
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+async def tokenize(request: Request) -> Json:
+    """The token ids of a prompt or of a conversation."""
+    context = context_of(request)
+    body = await read_body(request, TokenizeBody)
+    context.check_model(body.model)
+    if body.messages is not None:
+        tokens = await encode_messages(context, body.messages, body)
+    else:
+        [tokens] = await encode_prompts(context, [body.prompt or ""], add_special_tokens=body.add_special_tokens)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": context.engine.info.context_length}
+
+
+@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+async def detokenize(request: Request) -> Json:
+    """The text of token ids."""
+    context = context_of(request)
+    body = await read_body(request, DetokenizeBody)
+    context.check_model(body.model)
+    vocab_size = context.engine.info.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < vocab_size:
+            message = f"tokens must be between 0 and {vocab_size - 1}, got {shorten(token_id)}"
+            raise ApiError(400, message, param="tokens")
+    skip = body.skip_special_tokens
+    text = await off_loop(len(body.tokens), lambda: context.tokenizer.decode(body.tokens, skip_special_tokens=skip))
+    return {"text": text, "prompt": text}  # vLLM's clients look for a prompt
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Json:
+    """The texts of the tokens with a role, and the chat template: what evaluation programs ask a server for."""
+    tokenizer = context_of(request).tokenizer
+    return {**tokenizer.role_tokens, "chat_template": tokenizer.chat_template or None}
+
+
+async def _ask_engine(answer: Awaitable[Answer]) -> Answer:
+    """The engine's answer; 503 if it does not come in time."""
+    try:
+        return await answer
+    except TimeoutError as error:
+        raise ApiError(503, str(error), code="engine_stuck") from None
+
+
+@router.post("/flush_cache")
+@router.post("/reset_prefix_cache", include_in_schema=False)  # vLLM's name
+async def flush_cache(request: Request) -> Json:
+    """Empty the prefix cache, but for what running requests use."""
+    return {"flushed_pages": await _ask_engine(context_of(request).engine.flush_cache())}
+
+
+@router.post("/abort", openapi_extra=takes(AbortBody))
+async def abort(request: Request) -> Json:
+    """End a request by its id, with all its choices; they answer what they have, with finish_reason "abort"."""
+    context = context_of(request)
+    body = await read_body(request, AbortBody)
+    choices = context.jobs.get(body.request_id, ())
+    return {"aborted": sum(context.engine.abort(name) for name in choices)}
+
+
+@router.post("/start_profile", openapi_extra=takes(ProfileBody, required=False))
+async def start_profile(request: Request) -> Json:
+    """Trace the engine process: its steps' phases, PyTorch's operations, and on a GPU its kernels.
+
+    Needs `--profile-dir`. One trace at a time; it slows the engine down while it is made, and halts it while it is
+    written.
+    """
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    body = await read_body(request, ProfileBody) if has_body else ProfileBody()
+    await _profile(context_of(request).engine.start_trace(body.num_steps))
+    return {"profiling": True}
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> Json:
+    """End the trace, unless its steps are over; `trace` is the path of its file, for Perfetto or chrome://tracing."""
+    return {"profiling": False, "trace": await _profile(context_of(request).engine.stop_trace())}
+
+
+async def _profile(answer: Awaitable[Answer]) -> Answer:
+    try:
+        return await _ask_engine(answer)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="no_profile") from None
+
+
+@router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)  # SGLang's older name
+async def server_info(request: Request) -> Response:
+    """What is served, with all settings but the keys, and where the engine stands."""
+    context = context_of(request)
+    stats = await _ask_engine(context.engine.stats())
+    server = {name: value for name, value in dataclasses.asdict(context.config).items() if name not in _SECRETS}
+    answer = {
+        "version": mini_sglang.__version__,
+        "model": context.model_name,
+        # by these SGLang's router knows what is served here
+        "served_model_name": context.model_name,
+        "model_path": context.engine.info.model,
+        "engine": context.engine.info,
+        "stats": stats,
+        "internal_states": [stats],  # where SGLang's load generator looks
+        "uptime_s": round(time.time() - context.created, 3),
+        "requests": sorted(context.jobs),  # ids of those under way
+        "server": server,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@open_router.head("/health", include_in_schema=False)
+@open_router.get("/health")
+async def health(request: Request) -> Json:
+    """200 after a round trip through the engine loop; 503 if that takes longer than 5 s or the engine is dead."""
+    await _ask_engine(context_of(request).engine.ping())
+    return {"status": "ok"}
+
+
+@open_router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """All metrics, for Prometheus."""
+    context = context_of(request)
+    stats: SchedulerStats | None = None
+    with contextlib.suppress(TimeoutError, EngineDeadError):  # the metric engine_up says so
+        stats = await context.engine.stats()
+    return Response(context.metrics.render(stats), media_type=CONTENT_TYPE)

@@ -1,0 +1,286 @@
+"""OpenAI's answers, made from engine outputs: pure functions and one small class per kind of answer.
+
+A format makes one choice of a whole answer and one choice of a stream chunk; everything around the choices is the same
+for chat and plain completions. Knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mini_sglang
+from mini_sglang.request import FinishReason, RequestOutput, TokenLogprobs, Usage
+from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Piece, Reasoning
+from mini_sglang.server.answers.model_format import AnswerParser, AnswerPlan
+from mini_sglang.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+SYSTEM_FINGERPRINT = f"mini-sglang-{mini_sglang.__version__}"
+_MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in for it
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all chunks of an answer share."""
+
+    id: str
+    created: int
+    model: str
+
+    def wrap(self, kind: str, choices: list[Json], usage: Usage | None = None) -> Json:
+        """A whole answer or a chunk; `kind` is OpenAI's name of it."""
+        answer: Json = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "choices": choices,
+        }
+        return answer if usage is None else {**answer, "usage": usage_json(usage)}
+
+
+def usage_json(usage: Usage) -> Json:
+    """Token counts under OpenAI's names."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+class AnswerFormat(Protocol):
+    """What chat and plain completions do differently."""
+
+    whole_kind: str
+    chunk_kind: str
+
+    def whole(self, index: int, output: RequestOutput) -> Json:
+        """The choice of an answer that is complete."""
+        ...
+
+    def opening(self, index: int) -> Json | None:
+        """The choice of a chunk that comes before a stream's first text, if there is one."""
+        ...
+
+    def delta(self, index: int, output: RequestOutput) -> Json | None:
+        """The choice of a chunk: what `output` added; None if there is nothing to say yet."""
+        ...
+
+    def reasoning_tokens(self, index: int, output: RequestOutput) -> int:
+        """How many of the tokens are a thought; `output` is the latest of which a choice was made."""
+        ...
+
+
+class ChatFormat:
+    """Choices of /v1/chat/completions."""
+
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, plan: AnswerPlan) -> None:
+        self._tokenizer = tokenizer
+        self._plan = plan
+        self._parsers: dict[int, AnswerParser] = {}
+
+    def whole(self, index: int, output: RequestOutput) -> Json:
+        answer = self._parser(index).whole(output)
+        message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.reasoning:
+            message |= _thought(answer.reasoning)
+        if answer.calls:
+            message["content"] = answer.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls
+            ]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(output.logprobs),
+            **_ending(output, self._parser(index).has_calls),
+        }
+
+    def opening(self, index: int) -> Json:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(self, index: int, output: RequestOutput) -> Json | None:
+        parser = self._parser(index)
+        delta = _chat_delta(parser.push(output))
+        logprobs = self._logprobs(output.new_logprobs)
+        if not delta and logprobs is None and not output.finished:
+            return None
+        return {"index": index, "delta": delta, "logprobs": logprobs, **_ending(output, parser.has_calls)}
+
+    def reasoning_tokens(self, index: int, output: RequestOutput) -> int:
+        return self._parser(index).reasoning_tokens(output)
+
+    def _parser(self, index: int) -> AnswerParser:
+        if index not in self._parsers:
+            self._parsers[index] = self._plan.parser()
+        return self._parsers[index]
+
+    def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> Json | None:
+        if logprobs is None:
+            return None
+        return {"content": logprob_entries(self._tokenizer, logprobs), "refusal": None}
+
+
+def _chat_delta(pieces: Sequence[Piece]) -> Json:
+    """The delta of one chunk, in which pieces of one kind are joined."""
+    new = Answer()
+    calls: dict[int, Json] = {}
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                new.content += text
+            case Reasoning(text):
+                new.reasoning += text
+            case CallOpening(number, call_id, name):
+                function = {"name": name, "arguments": ""}
+                calls[number] = {"index": number, "id": call_id, "type": "function", "function": function}
+            case CallArguments(number, text):
+                call = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    delta: Json = _thought(new.reasoning) if new.reasoning else {}
+    if new.content:
+        delta["content"] = new.content
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def _thought(text: str) -> Json:
+    """A thought under both of the names that clients know."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """A prompt that the answer begins with."""
+
+    text: str
+    token_ids: list[int]
+
+
+class CompletionFormat:
+    """Choices of /v1/completions. Keeps, for each choice, how far its tokens reach into the text.
+
+    With `echoes`, choice i begins with echoes[i // n].
+    """
+
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[EchoedPrompt] = (), n: int = 1) -> None:
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        self._n = n
+        self._offsets: dict[int, _TextOffset] = {}
+
+    def whole(self, index: int, output: RequestOutput) -> Json:
+        return self._choice(index, output, output.text, output.logprobs)
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def delta(self, index: int, output: RequestOutput) -> Json:
+        return self._choice(index, output, output.text_delta, output.new_logprobs)
+
+    def reasoning_tokens(self, index: int, output: RequestOutput) -> int:
+        return 0
+
+    def _choice(self, index: int, output: RequestOutput, text: str, entries: list[TokenLogprobs] | None) -> Json:
+        logprobs: Json | None = None
+        echo = self._echoes[index // self._n] if self._echoes and index not in self._offsets else None
+        offset = self._offsets.setdefault(index, _TextOffset())
+        if entries is not None:
+            logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if echo is not None:
+            text = echo.text + text
+            if logprobs is not None:
+                self._add_prompt(logprobs, offset, echo, output.prompt_logprobs)
+        if logprobs is not None:
+            for entry in entries or ():
+                self._add(logprobs, offset, entry)
+        return {"index": index, "text": text, "logprobs": logprobs, **_ending(output)}
+
+    def _add_prompt(
+        self, logprobs: Json, offset: _TextOffset, echo: EchoedPrompt, known: list[TokenLogprobs] | None
+    ) -> None:
+        """The prompt's tokens. Of the first one no probability is known, and of none where it was never computed."""
+        entries = [None] * len(echo.token_ids) if known is None else [None, *known]
+        for token_id, entry in zip(echo.token_ids, entries, strict=True):
+            # special tokens that the tokenizer has added (a begin token) are not in the text
+            is_hidden = token_id in self._tokenizer.special_token_ids and not offset.is_next(
+                self._tokenizer.token_bytes(token_id), echo.text
+            )
+            self._add(logprobs, offset, entry or TokenLogprobs([token_id], []), is_hidden)
+
+    def _add(self, logprobs: Json, offset: _TextOffset, entry: TokenLogprobs, is_hidden: bool = False) -> None:
+        token, *others = (self._tokenizer.token_bytes(token_id) for token_id in entry.token_ids)
+        token_logprob, *other_logprobs = map(finite, entry.logprobs or [0.0])
+        top = dict(zip(map(token_text, others), other_logprobs, strict=True))
+        logprobs["tokens"].append(token_text(token))
+        logprobs["token_logprobs"].append(token_logprob if entry.logprobs else None)
+        logprobs["top_logprobs"].append(top if entry.logprobs else None)
+        logprobs["text_offset"].append(offset.advance(b"" if is_hidden else token))
+
+
+class _TextOffset:
+    """Counts the characters that a row of tokens makes."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def is_next(self, token: bytes, text: str) -> bool:
+        """Whether `text` goes on with this token."""
+        return text.startswith(token.decode(errors="replace"), self._characters)
+
+    def advance(self, token: bytes) -> int:
+        """Where this token's text begins."""
+        start = self._characters
+        self._characters += len(self._decoder.decode(token))
+        return start
+
+
+def logprob_entries(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> list[Json]:
+    """One entry per token as chats write it, with the alternatives in it."""
+
+    def alternative(token_id: int, logprob: float) -> Json:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+    answer = []
+    for entry in logprobs:
+        first, *others = map(alternative, entry.token_ids, entry.logprobs)
+        answer.append({**first, "top_logprobs": others})
+    return answer
+
+
+def token_text(data: bytes) -> str:
+    """A token as plain completions write it: its text or, for a piece of a character, its bytes (as OpenAI does)."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _ending(output: RequestOutput, has_calls: bool = False) -> Json:
+    if output.finish_reason is None:
+        return {"finish_reason": None}
+    reason = "tool_calls" if has_calls and output.finish_reason is FinishReason.STOP else output.finish_reason.value
+    return {"finish_reason": reason, "stop_reason": output.stop_reason}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    return max(logprob, _MIN_LOGPROB)

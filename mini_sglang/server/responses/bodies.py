@@ -1,0 +1,287 @@
+"""The body of OpenAI's /v1/responses, with this server's sampling fields besides.
+
+The server keeps nothing between requests: what would need an earlier answer, or keep this one, is refused by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mini_sglang.request import MAX_LOGPROBS, SamplingParams
+from mini_sglang.server.openai.bodies import (
+    FAIL_FAST,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    CalledFunction,
+    Content,
+    Function,
+    FunctionName,
+    JsonObject,
+    Labels,
+    Message,
+    MessageCall,
+    NamedTool,
+    Off,
+    OffIfFalse,
+    ReasoningEffort,
+    SamplingBody,
+    TemplateArguments,
+    TemplateBody,
+    Tool,
+    ToolName,
+    at_most,
+    join_runs,
+    must_be_off,
+    to_sampling_params,
+)
+
+_MAX_DEPTH = 100  # of what an answer repeats
+
+
+def _not_deep(value: Any) -> Any:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [*itertools.chain.from_iterable(inner)]
+    if level:
+        raise ValueError(f"must be nested at most {_MAX_DEPTH} deep")
+    return value
+
+
+RepeatedObject = Annotated[JsonObject, BeforeValidator(_not_deep)]
+
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
+
+
+def _plain_parts(content: Any) -> Any:
+    """Parts by the names that they have here, as the parts of a chat's message."""
+    if not isinstance(content, list) or len(content) > MAX_MESSAGES:
+        return content
+    return [
+        {"type": "text", "text": part.get("text")}
+        if isinstance(part, dict) and part.get("type") in _TEXT_PARTS
+        else part
+        for part in content
+    ]
+
+
+def _typed_items(value: Any) -> Any:
+    """Items with their type, which messages may leave out; a string is what the user says."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list) or len(value) > MAX_MESSAGES:
+        return value
+    return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+
+
+Parts = Annotated[Content, BeforeValidator(_plain_parts)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputMessage(Body):
+    """A message of the conversation; an earlier answer's can be sent back with all its fields."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+    id: str | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class InputReasoning(Body):
+    """A thought of an earlier answer; the chat template decides whether the model sees it again."""
+
+    type: Literal["reasoning"]
+    content: Parts | None = None
+    summary: list[JsonObject] | None = None
+    encrypted_content: Off = None
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputCall(Body):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    # The client's own dump of an earlier answer has these.
+    async_: Off = None
+    caller: Off = None
+    namespace: Off = None
+
+
+class InputCallOutput(Body):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+    id: str | None = None
+    status: Status | None = None
+
+
+InputItem = Annotated[InputMessage | InputReasoning | InputCall | InputCallOutput, Field(discriminator="type")]
+InputItems = Annotated[
+    list[InputItem],
+    Field(min_length=1),
+    FAIL_FAST,
+    at_most(MAX_MESSAGES),
+    BeforeValidator(_typed_items, json_schema_input_type=str | list[InputItem]),
+]
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # of the latter there is none
+
+
+class FunctionTool(Body):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: RepeatedObject | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    """A `tool_choice`: this function must be called."""
+
+    type: Literal["function"]
+    name: str
+
+    def for_chat(self) -> NamedTool:
+        return NamedTool(type="function", function=FunctionName(name=self.name))
+
+
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type}
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    name: str
+    description: str | None = None
+    json_schema: RepeatedObject = Field(alias="schema")
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """As `response_format` of a chat."""
+        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
+
+
+class TextOptions(Body):
+    format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Annotated[None, must_be_off("medium")] = None
+
+
+class ReasoningOptions(Body):
+    effort: ReasoningEffort | None = None
+    summary: Annotated[None, must_be_off("auto")] = None
+    generate_summary: Off = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: OffIfFalse = None
+
+
+class ResponsesBody(SamplingBody):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: InputItems
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Off = None  # the other APIs' name of it
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    include: Annotated[list[Includable], FAIL_FAST, at_most(16)] | None = None
+    tools: Annotated[list[FunctionTool], FAIL_FAST, at_most(MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: TemplateArguments | None = None  # as for a chat
+    # Labels for OpenAI's bookkeeping, which change no answer.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    metadata: Labels | None = None
+    service_tier: Annotated[None, must_be_off("auto", "default")] = None
+    # Not supported.
+    store: OffIfFalse = None
+    previous_response_id: Off = None
+    conversation: Off = None
+    background: OffIfFalse = None
+    prompt: Off = None
+    truncation: Annotated[None, must_be_off("disabled")] = None
+    max_tool_calls: Off = None
+    context_management: Off = None
+    moderation: Off = None
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        return {
+            "messages": "input",
+            "response_format": "text.format",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+        }
+
+    def chat_messages(self) -> list[Message]:
+        """The conversation as a chat has it: the instructions first, all items of one answer as one message."""
+        instructions = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        return instructions + join_runs(map(_chat_message_of, self.input), ("assistant",))
+
+    def template(self) -> TemplateBody:
+        """How the messages become a prompt. Raises ValueError, naming the field, if tools and choice do not fit."""
+        choice = self.tool_choice
+        return TemplateBody(
+            chat_template_kwargs=self.chat_template_kwargs,
+            tools=_chat_tools(self.tools),
+            tool_choice=choice.for_chat() if isinstance(choice, NamedFunction) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+        )
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises ValueError, naming the field, if a value is out of range."""
+        wants_logprobs = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
+        logprobs = (self.top_logprobs or 0) if wants_logprobs else None
+        wanted = None if self.text is None else self.text.format
+        return to_sampling_params(
+            self,
+            max_tokens=self.max_output_tokens,
+            logprobs=logprobs,
+            response_format=None if wanted is None else wanted.for_chat(),
+        )
+
+
+def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCallOutput) -> Message:
+    match item:
+        case InputMessage():
+            return Message(role=item.role, content=item.content)
+        case InputReasoning():
+            return Message(role="assistant", reasoning_content=item.content)
+        case InputCall():
+            call = MessageCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+            return Message(role="assistant", tool_calls=[call])
+        case InputCallOutput():
+            return Message(role="tool", content=item.output, tool_call_id=item.call_id)
+
+
+def _chat_tools(tools: Sequence[FunctionTool] | None) -> list[Tool] | None:
+    if not tools:
+        return None
+    return [Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in tools]

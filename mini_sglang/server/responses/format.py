@@ -1,0 +1,217 @@
+"""The answers of /v1/responses, made from engine outputs: a whole response, and the events of a stream.
+
+An answer is a row of items: a thought, a message, a call. Knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mini_sglang.request import FinishReason, RequestOutput, TokenLogprobs
+from mini_sglang.server.answers.blocks import Block, Blocks, Change
+from mini_sglang.server.answers.model_format import AnswerParser
+from mini_sglang.server.errors import ApiError
+from mini_sglang.server.openai.format import logprob_entries
+from mini_sglang.server.responses.bodies import ResponsesBody
+from mini_sglang.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+_STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
+_ID_PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
+
+
+class ResponseFormat:
+    """One answer. Of a stream it keeps the items so far and how many events there were."""
+
+    def __init__(
+        self, response_id: str, model: str, body: ResponsesBody, parser: AnswerParser, tokenizer: Tokenizer
+    ) -> None:
+        self._id = response_id
+        self._model = model
+        self._body = body
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._blocks = Blocks()
+        self._logprobs: dict[int, list[Json]] = {}  # of the texts, by index
+        self._num_events = 0
+
+    def whole(self, output: RequestOutput) -> Json:
+        """The response that is complete."""
+        for _ in self._changes(dataclasses.replace(output, text_delta=output.text), output.logprobs):
+            pass
+        return self._complete(output)
+
+    def opening(self, first: RequestOutput) -> Iterator[Json]:
+        """The events that begin a stream."""
+        begun = self._response("in_progress")
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+
+    def delta(self, output: RequestOutput) -> Iterator[Json]:
+        """What `output` added."""
+        for change, block, text, logprobs in self._changes(output, output.new_logprobs):
+            yield from self._block_events(change, block, text, logprobs)
+
+    def closing(self, last: RequestOutput) -> Iterator[Json]:
+        """The events that end a stream."""
+        response = self._complete(last)
+        for change, block, text in self._blocks.close():
+            yield from self._block_events(change, block, text, [], response["output"][-1]["status"])
+        kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        yield self._event(kind, response=response)
+
+    def failure(self, error: ApiError) -> Iterator[Json]:
+        """The events that end a stream which fails."""
+        yield self._event("error", code=error.code, message=error.message, param=error.param)
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": error.message}
+        yield self._event("response.failed", response=response)
+
+    # -- items --------------------------------------------------------------------------------------------------------
+
+    def _changes(
+        self, output: RequestOutput, entries: list[TokenLogprobs] | None
+    ) -> Iterator[tuple[Change, Block, str, list[Json]]]:
+        """What `output` does to the items. Log-probabilities go with the text that its tokens have made visible."""
+        logprobs = logprob_entries(self._tokenizer, entries or [])
+        for change, block, text in self._blocks.push(self._parser.push(output)):
+            new: list[Json] = []
+            if change == "grown" and block.kind == "text":
+                new, logprobs = logprobs, []
+                self._logprobs.setdefault(block.index, []).extend(new)
+            yield change, block, text, new
+
+    def _block_events(
+        self, change: Change, block: Block, text: str, logprobs: list[Json], end_status: str = "completed"
+    ) -> Iterator[Json]:
+        at: Json = {"item_id": self._item_id(block), "output_index": block.index}
+        part_at: Json = {**at, "content_index": 0}
+        if change == "opened":
+            item = self._item(dataclasses.replace(block, text=""), "in_progress")
+            if block.kind != "call":
+                item["content"] = []
+            yield self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind == "text":
+                yield self._event("response.content_part.added", **part_at, part=_text_part("", []))
+        elif change == "grown":
+            match block.kind:
+                case "thought":
+                    yield self._event("response.reasoning_text.delta", **part_at, delta=text)
+                case "text":
+                    yield self._event("response.output_text.delta", **part_at, delta=text, logprobs=logprobs)
+                case "call":
+                    yield self._event("response.function_call_arguments.delta", **at, delta=text)
+        else:
+            item = self._item(block, end_status)
+            match block.kind:
+                case "thought":
+                    yield self._event("response.reasoning_text.done", **part_at, text=block.text)
+                case "text":
+                    [part] = item["content"]
+                    yield self._event(
+                        "response.output_text.done", **part_at, text=block.text, logprobs=part["logprobs"]
+                    )
+                    yield self._event("response.content_part.done", **part_at, part=part)
+                case "call":
+                    yield self._event(
+                        "response.function_call_arguments.done", **at, name=block.name, arguments=block.text
+                    )
+            yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _item(self, block: Block, status: str) -> Json:
+        item: Json = {"id": self._item_id(block), "status": status}
+        match block.kind:
+            case "thought":
+                content = [{"type": "reasoning_text", "text": block.text}]
+                return {**item, "type": "reasoning", "summary": [], "content": content}
+            case "text":
+                part = _text_part(block.text, self._logprobs.get(block.index, []))
+                return {**item, "type": "message", "role": "assistant", "content": [part]}
+            case "call":
+                return {
+                    **item,
+                    "type": "function_call",
+                    "call_id": block.call_id,
+                    "name": block.name,
+                    "arguments": block.text,
+                }
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_ID_PREFIXES[block.kind]}{self._id.removeprefix('resp_')}_{block.index}"
+
+    # -- the response around them -------------------------------------------------------------------------------------
+
+    def _complete(self, output: RequestOutput) -> Json:
+        status = "completed" if output.finish_reason is None else _STATUS.get(output.finish_reason, "completed")
+        blocks = self._blocks.all
+        items = [self._item(block, "completed") for block in blocks]
+        if items and status != "completed":
+            items[-1]["status"] = "incomplete"
+        response = {**self._response(status), "output": items, "usage": self._usage(output)}
+        if status == "completed":
+            response["completed_at"] = int(time.time())
+        elif output.finish_reason is FinishReason.LENGTH:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return response
+
+    def _usage(self, output: RequestOutput) -> Json:
+        usage = output.usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens(output)},
+            "total_tokens": usage.total_tokens,
+        }
+
+    def _response(self, status: str) -> Json:
+        """The response without what was answered; with what was asked."""
+        asked = self._body.model_dump(include=_REPEATED, mode="json", by_alias=True)
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "background": False,
+            "model": self._model,
+            "output": [],
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "usage": None,
+            **_DEFAULTS,
+            **{name: value for name, value in asked.items() if value is not None},
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+
+_DEFAULTS: Json = {  # of what is repeated, where it was not given
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "user": None,
+}
+_REPEATED = set(_DEFAULTS)
+
+
+def _text_part(text: str, logprobs: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,0 +1,195 @@
+"""The body that SGLang's native /generate takes, for the clients and routers that speak it.
+
+Its fields have SGLang's names and defaults. What applies to single entries of a batch there (lists in place of
+`sampling_params`, `return_logprob` and the like) is refused here: one request, one set of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mini_sglang.request import MAX_LOGPROBS, SamplingParams
+from mini_sglang.server.openai.bodies import (
+    MAX_CHOICES,
+    Body,
+    JobBody,
+    LogitBias,
+    Off,
+    OffIfFalse,
+    StopStrings,
+    StopTokenIds,
+    parse_logit_bias,
+    parse_prompts,
+    schema_format,
+)
+
+DEFAULT_NEW_TOKENS = 128
+SGLANG_FIELDS = frozenset({"text", "input_ids", "sampling_params"})  # a body with one of them is of this kind
+
+
+def _one_or_none(value: Any) -> Any:
+    """SGLang's clients send an empty stop string where they have none."""
+    return None if value == "" else value
+
+
+class SglangSampling(Body):
+    """`sampling_params`."""
+
+    max_new_tokens: int | None = Field(default=DEFAULT_NEW_TOKENS, ge=0)  # null: up to the context
+    min_new_tokens: int | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    sampling_seed: int | None = None
+    stop: Annotated[StopStrings | None, BeforeValidator(_one_or_none)] = None
+    stop_token_ids: StopTokenIds | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: LogitBias | None = None
+    spaces_between_special_tokens: bool | None = None  # no tokenizer here puts any
+    json_schema: str | None = None  # as JSON text
+    regex: str | None = None
+    ebnf: str | None = None
+    # Not supported.
+    stop_regex: Off = None
+    structural_tag: Off = None
+    custom_params: Off = None
+
+
+_NAMES = {  # SamplingParams' by SGLang's
+    "min_new_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "sampling_seed": "seed",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "no_stop_trim": "include_stop_str_in_output",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "regex": "regex",
+    "ebnf": "ebnf",
+}
+_CLIENT_WORDS = {
+    **{name: sglang_name for sglang_name, name in _NAMES.items()},
+    "response_format": "json_schema",
+    "request_id": "rid",
+}
+
+
+class SglangBody(JobBody):
+    """POST /generate as SGLang has it. `text` is a string or a list of them, `input_ids` the same of token ids."""
+
+    text: Any = None
+    input_ids: Any = None
+    sampling_params: SglangSampling | None = None
+    model: str | None = None
+    rid: Annotated[str, Field(min_length=1, max_length=200)] | None = None  # to abort it by
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(default=None, ge=-1)  # of the prompt, from here on; -1: of the answer alone
+    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    return_text_in_logprobs: bool | None = None
+    log_metrics: bool | None = None  # changes no answer
+    no_logs: bool | None = None  # nor does this
+    # Not supported.
+    input_embeds: Off = None
+    image_data: Off = None
+    audio_data: Off = None
+    video_data: Off = None
+    modalities: Off = None
+    lora_path: Off = None
+    session_params: Off = None
+    custom_logit_processor: Off = None
+    token_ids_logprob: Off = None
+    return_hidden_states: OffIfFalse = None
+    return_routed_experts: OffIfFalse = None
+    return_bytes: OffIfFalse = None
+    return_entropy: OffIfFalse = None
+    background: OffIfFalse = None
+    extra_key: Off = None
+    data_parallel_rank: Off = None
+    routed_dp_rank: Off = None
+    bootstrap_host: Off = None
+    bootstrap_port: Off = None
+    bootstrap_room: Off = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("text or input_ids is required, and only one of them")
+        return self
+
+    @property
+    def client_words(self) -> Mapping[str, str]:
+        return _CLIENT_WORDS
+
+    @property
+    def field(self) -> str:
+        """Where the prompts come from."""
+        return "text" if self.text is not None else "input_ids"
+
+    @property
+    def sampling(self) -> SglangSampling:
+        return self.sampling_params or SglangSampling()
+
+    @property
+    def num_choices(self) -> int:
+        return self.sampling.n or 1
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the answer is one object rather than a list."""
+        value = self.text if self.text is not None else self.input_ids
+        is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+        return self.num_choices == 1 and not is_batch
+
+    @property
+    def is_only_echo(self) -> bool:
+        """Whether only the prompt's log-probabilities are asked for."""
+        return self.sampling.max_new_tokens == 0
+
+    @property
+    def first_logprob(self) -> int | None:
+        """The position in the prompt that log-probabilities begin at; None: only the answer's are asked for."""
+        start = self.logprob_start_len
+        return start if self.return_logprob and start is not None and start >= 0 else None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Raises ValueError, naming the field."""
+        value = self.text if self.text is not None else self.input_ids
+        prompts = parse_prompts(value, self.field)
+        wanted = str if self.text is not None else list
+        if not all(isinstance(prompt, wanted) for prompt in prompts):
+            kind = "strings" if self.text is not None else "token ids"
+            raise ValueError(f"{self.field} must hold {kind} only")
+        return prompts
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises ValueError, naming the field, if a value is out of range."""
+        sampling = self.sampling
+        given = {_NAMES[name]: value for name in _NAMES if (value := getattr(sampling, name)) is not None}
+        if sampling.json_schema is not None:
+            given["response_format"] = schema_format(sampling.json_schema, "json_schema must be JSON text")
+        alternatives = self.top_logprobs_num or 0
+        params = SamplingParams(
+            max_tokens=1 if self.is_only_echo else sampling.max_new_tokens,
+            logprobs=alternatives if self.return_logprob else None,
+            prompt_logprobs=None if self.first_logprob is None else alternatives,
+            logit_bias=parse_logit_bias(sampling.logit_bias or {}),
+            **given,
+        )
+        params.validate()
+        return params

@@ -1,0 +1,213 @@
+"""Text to token ids and back, and chats to token ids: one tokenizer for every checkpoint format. Never torch.
+
+Built on transformers and tokenizers; what is added here is where a tokenizer comes from, errors that name the caller's
+field, and the true bytes of a token. Marker text of special tokens in a prompt or a message ("<|im_end|>") becomes the
+token it names, as in transformers, so that prompts equal the reference library's; who lets strangers fill in parts of a
+prompt and minds this must strip such text first.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerBackend
+from transformers import PreTrainedTokenizerFast
+
+from mini_sglang.weights.gguf_config import end_token_ids, gguf_end_token_ids
+from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
+from mini_sglang.weights.hub import ModelSource
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats. Made by `load_tokenizer`; safe to share between threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self.backend: TokenizerBackend = tokenizer.backend_tokenizer
+        self.backend.no_truncation()  # a tokenizer.json may carry settings from training
+        self.backend.no_padding()
+        self.eos_token_ids = eos_token_ids
+        added = self.backend.get_added_tokens_decoder()
+        self._added_texts: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        decoder = self.backend.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included. The model's own number may be larger (padding)."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def _bytes_per_token(self) -> int:
+        """The most bytes of text that one token stands for."""
+        longest = max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+        # Unicode normalisation makes UTF-8 text at most four times shorter (a four-byte letter becomes ASCII).
+        return longest * (1 if self.backend.normalizer is None else 4)
+
+    def min_tokens(self, num_bytes: int) -> int:
+        """How many tokens a text of so many UTF-8 bytes has at least, known without tokenising it."""
+        return -(-num_bytes // self._bytes_per_token)
+
+    @property
+    def role_tokens(self) -> dict[str, str | None]:
+        """The texts of the tokens with a role, under transformers' names of them; None for a role without one."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(self._tokenizer, name) for name in names}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @functools.cached_property
+    def chat_template(self) -> str:
+        """The source of the model's chat template; of all of them where there are several; empty if there is none."""
+        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that is written `text`, if there is one."""
+        return next((token_id for token_id in self.special_token_ids if self._added_texts[token_id] == text), None)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds the begin or end tokens that the model expects.
+
+        Raises ValueError for half of a surrogate pair, which no tokenizer can encode.
+        """
+        _refuse_surrogates("text", text)
+        # the batch call lets other threads run meanwhile, and skips the offsets that nobody needs
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, exactly as the tokens spell it; bytes that are no whole character become U+FFFD."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,  # no name that a template's argument could clash with
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a chat, rendered by the model's own template and encoded without adding special tokens,
+        since the template writes them itself.
+
+        `continue_final_message` leaves the last message open to be continued. `template_kwargs` reach the template
+        (`tools`, `documents`, `enable_thinking`, …). The template runs in jinja2's immutable sandbox.
+        Raises ValueError if the model has no chat template, or the template does not take these messages.
+        """
+        if not self.has_chat_template:
+            raise ValueError("messages cannot be rendered: this model has no chat template; send a plain prompt")
+        if not messages:
+            raise ValueError("messages must hold at least one message, got none")
+        if refused := sorted(template_kwargs.keys() & _RESERVED_ARGUMENTS):
+            raise ValueError(f"chat_template_kwargs must not hold {', '.join(refused)}")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **template_kwargs,
+            )
+        except Exception as error:  # a template is a program: with some messages it may fail in any way
+            raise ValueError(f"messages are not accepted by the model's chat template: {str(error)[:200]}") from error
+        _refuse_surrogates("messages", text)
+        return self.encode(text, add_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which need not be whole characters; empty for an id without a token.
+
+        A leading space that `decode` drops at the start of a text (sentencepiece) is there.
+        """
+        piece: str | None = self.backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:  # as the library decodes: an added token may be spelled in the alphabet or as it is
+            spelled = [_BYTE_OF_CHARACTER.get(character, b"") for character in piece]
+            return b"".join(spelled) if all(spelled) else piece.encode()
+        if token_id in self._added_texts:
+            return piece.encode()
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(match.group(1), 16)])
+        return piece.replace("▁", " ").encode()
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """The tokenizer of a checkpoint, with its chat template and all of its end tokens.
+
+    Raises FileNotFoundError if there is none, ValueError if it is damaged or of a kind that is not supported.
+    """
+    try:
+        return _from_gguf(source.path) if source.kind == "gguf" else _from_folder(source.path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"model {source.name!r}: {error}") from error
+    except Exception as error:  # the libraries raise plain Exception for malformed files
+        raise ValueError(f"model {source.name!r}: the tokenizer in {source.path} cannot be loaded: {error}") from error
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    if (folder / "tokenizer.json").is_file():
+        loader: Any = PreTrainedTokenizerFast  # takes tokenizer.json as it is; AutoTokenizer may rebuild parts of it
+    elif any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+        from transformers import AutoTokenizer  # imports torch, which a tokenizer does not need otherwise
+
+        loader = AutoTokenizer
+    else:
+        raise FileNotFoundError(f"{folder} holds no tokenizer.json and no tokenizer.model")
+    tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"{type(tokenizer).__name__} has no fast form, which is needed")
+    return Tokenizer(tokenizer, end_token_ids(folder))
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    metadata = GGUFFile(path).metadata
+    backend = TokenizerBackend.from_str(json.dumps(tokenizer_json(metadata), ensure_ascii=False))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=chat_templates(metadata),
+        clean_up_tokenization_spaces=False,
+        **special_tokens(metadata),
+    )
+    return Tokenizer(tokenizer, gguf_end_token_ids(metadata))
+
+
+def _refuse_surrogates(field: str, text: str) -> None:
+    if match := _SURROGATE.search(text):
+        raise ValueError(
+            f"{field} holds half of a surrogate pair (U+{ord(match.group()):04X} at index {match.start()}), "
+            "which is no character"
+        )
+
+
+def _byte_characters() -> dict[str, bytes]:
+    """GPT-2's alphabet of bytes: printable Latin-1 stands for itself, the other bytes for U+0100 and after."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): bytes([byte]) for byte in printable}
+    return characters | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_characters()
+# Arguments of transformers' method that are not the template's; a caller's template_kwargs must not reach them.
+_RESERVED_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {
+    "tools",
+    "documents",
+    "kwargs",
+}

@@ -1,0 +1,247 @@
+"""Read a checkpoint's `ModelConfig`: from config.json and its neighbours, or from GGUF metadata. Without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, eos_token_ids, stretched_length
+from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.hub import ModelSource
+
+# GGUF metadata names one end token; chat models have more. These texts end a turn or a document in the model families
+# that use them, and llama.cpp goes by the text too.
+END_TOKEN_TEXTS = frozenset(
+    {
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|end_of_text|>",
+        "<|endoftext|>",
+        "<end_of_turn>",
+        "<EOT>",
+    }
+)
+_CONTROL_TOKEN = 3  # gguf's token type
+_GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "olmo2": "olmo2",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "smollm3": "smollm3",
+}
+
+
+def load_model_config(source: ModelSource) -> ModelConfig:
+    """The model's sizes, switches and end tokens.
+
+    Raises FileNotFoundError without config.json, ValueError for what is malformed or not supported, naming it.
+    """
+    try:
+        if source.kind == "gguf":
+            return config_from_gguf(GGUFFile(source.path))
+        config = ModelConfig.from_hf(_read_json(source.path / "config.json"))
+        return dataclasses.replace(config, eos_token_ids=end_token_ids(source.path))
+    except ValueError as error:
+        raise ValueError(f"model {source.name!r}: {error}") from error
+
+
+def end_token_ids(folder: Path) -> frozenset[int]:
+    """All end tokens of a folder: generation_config.json's, config.json's and the tokenizer's."""
+    settings = [_read_optional_json(folder / name) for name in ("config.json", "generation_config.json")]
+    tokenizer_ids = _tokenizer_eos_ids(folder)
+    return frozenset(tokenizer_ids).union(*(eos_token_ids(entry) for entry in settings))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises FileNotFoundError, or ValueError naming the file if it is no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_optional_json(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
+def _tokenizer_eos_ids(folder: Path) -> list[int]:
+    """The id of tokenizer_config.json's end token, which not every config.json repeats."""
+    settings = _read_optional_json(folder / "tokenizer_config.json")
+    token = settings.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return []
+    added = {entry["content"]: int(token_id) for token_id, entry in settings.get("added_tokens_decoder", {}).items()}
+    if text not in added:
+        tokenizer = _read_optional_json(folder / "tokenizer.json")
+        added |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
+    return [added[text]] if text in added else []
+
+
+# --- GGUF ----------------------------------------------------------------------------------------------------------
+
+
+def config_from_gguf(file: GGUFFile) -> ModelConfig:
+    """The configuration in a GGUF file. What the metadata leaves unsaid is taken from the tensors that exist."""
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in _GGUF_ARCHITECTURES:
+        supported = ", ".join(_GGUF_ARCHITECTURES)
+        raise ValueError(f"GGUF architecture {architecture!r} is not supported; supported are {supported}")
+    keys = _Keys(file, architecture)
+    experts = _experts(keys) if keys.optional("expert_count", 0) else None
+    if experts is not None and architecture not in ("llama", "qwen3moe"):
+        raise ValueError(f"GGUF expert_count {experts.num_experts} is not supported for architecture {architecture!r}")
+    if architecture == "olmo2" and (window := keys.optional("attention.sliding_window", 0)):  # so it is an OLMo 3
+        raise ValueError(f"GGUF attention.sliding_window {window} is not supported for architecture {architecture!r}")
+    hidden_size, num_heads = int(keys.required("embedding_length")), keys.head_count("attention.head_count")
+    num_layers = int(keys.required("block_count"))
+    head_dim = int(keys.optional("attention.key_length", hidden_size // num_heads))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.optional(name, head_dim) != head_dim:
+            raise ValueError(f"GGUF {name} {keys.optional(name, head_dim)} must equal the head size {head_dim}")
+    trained_length = int(keys.required("context_length"))
+    rope_scaling = _rope_scaling(keys, head_dim, trained_length)
+    embedding = file.tensors.get("token_embd.weight")
+    return ModelConfig(
+        # llama.cpp takes Mistral and Mixtral for kinds of Llama
+        architecture="mixtral" if architecture == "llama" and experts else _GGUF_ARCHITECTURES[architecture],
+        vocab_size=embedding.shape[0] if embedding else len(file.metadata.get("tokenizer.ggml.tokens", [])),
+        hidden_size=hidden_size,
+        intermediate_size=int(keys.required("feed_forward_length")),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=keys.head_count("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        context_length=stretched_length(trained_length, rope_scaling),
+        rms_norm_eps=_as_written(keys.required("attention.layer_norm_rms_epsilon")),
+        rope_theta=_as_written(keys.optional("rope.freq_base", 10000.0)),
+        rope_scaling=rope_scaling,
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        # every fourth, which no metadata say: llama.cpp has it in its code
+        unrotated_layers=frozenset(range(3, num_layers, 4)) if architecture == "smollm3" else frozenset(),
+        experts=experts,
+        eos_token_ids=gguf_end_token_ids(file.metadata),
+    )
+
+
+class _Keys:
+    """Metadata under the architecture's own prefix."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file = file
+        self._prefix = architecture
+
+    def required(self, name: str) -> Any:
+        value = self.optional(name, None)
+        if value is None:
+            raise ValueError(f"GGUF metadata has no {self._prefix}.{name}")
+        return value
+
+    def optional(self, name: str, default: Any) -> Any:
+        return self.file.metadata.get(f"{self._prefix}.{name}", default)
+
+    def head_count(self, name: str, default: int | None = None) -> int:
+        value = self.required(name) if default is None else self.optional(name, default)
+        counts = set(value) if isinstance(value, list) else {value}
+        if len(counts) != 1:
+            raise ValueError(f"GGUF {name} differs between layers, which is not supported: {value}")
+        count = int(counts.pop())
+        if count < 1:
+            raise ValueError(f"GGUF {name} must be at least 1, got {count}")
+        return count
+
+
+def _experts(keys: _Keys) -> ExpertsConfig:
+    """A layer with a router has experts. Their weights are normalised unless the file says otherwise."""
+    routers = {layer: f"blk.{layer}.ffn_gate_inp.weight" for layer in range(int(keys.required("block_count")))}
+    return ExpertsConfig(
+        num_experts=int(keys.required("expert_count")),
+        experts_per_token=int(keys.required("expert_used_count")),
+        intermediate_size=int(keys.optional("expert_feed_forward_length", keys.required("feed_forward_length"))),
+        normalize_weights=bool(keys.optional("expert_weights_norm", True)),
+        dense_layers=frozenset(layer for layer, router in routers.items() if router not in keys.file.tensors),
+    )
+
+
+def _as_written(value: float) -> float:
+    """The shortest decimal that gives this float32: metadata hold 1e-5 as 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def gguf_end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """All end tokens of a GGUF file: those that the metadata name, and control tokens with the text of one."""
+    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
+    typed = enumerate(zip(tokens, kinds, strict=False))
+    by_text = [i for i, (text, kind) in typed if kind == _CONTROL_TOKEN and text in END_TOKEN_TEXTS]
+    return frozenset(int(token_id) for token_id in [*named, *by_text] if token_id is not None)
+
+
+def _rope_scaling(keys: _Keys, head_dim: int, trained_length: int) -> RopeScaling | None:
+    if "rope_freqs.weight" in keys.file.tensors:
+        theta = _as_written(keys.optional("rope.freq_base", 10000.0))
+        info = keys.file.tensors["rope_freqs.weight"]
+        return llama3_scaling(keys.file.read(info).view(np.float32).reshape(-1), theta, head_dim)
+    kind = keys.optional("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    factor = _as_written(keys.required("rope.scaling.factor"))
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    if kind != "yarn":
+        raise ValueError(f"GGUF rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
+    # llama.cpp multiplies its attn_factor with yarn's own magnitude; transformers' attention_factor is the product.
+    extra = float(keys.optional("rope.scaling.yarn_attn_factor", keys.optional("rope.scaling.attn_factor", 1.0)))
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_context_length=int(keys.optional("rope.scaling.original_context_length", trained_length)),
+        beta_fast=_as_written(keys.optional("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=_as_written(keys.optional("rope.scaling.yarn_beta_slow", 1.0)),
+        attention_factor=None if extra == 1.0 else extra * (0.1 * math.log(factor) + 1.0),
+    )
+
+
+def llama3_scaling(factors: npt.NDArray[np.float32], theta: float, head_dim: int) -> RopeScaling:
+    """The Llama 3.1 scaling whose divisors of the rotary frequencies are `factors`, [head_dim / 2].
+
+    llama.cpp keeps the divisors instead of the parameters. The two frequency bounds scale with the original length,
+    so the released 1 and 4 can be taken for them; the length follows from any divisor between 1 and the factor.
+    Raises ValueError if no such scaling gives these divisors.
+    """
+    factor = _as_written(float(factors.max()))
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    between = np.flatnonzero((factors > 1) & (factors < factor))
+    if factor > 1 and len(between):
+        # 1 / divisor = (1 - s) / factor + s with s = (length / wavelength - low) / (high - low)
+        smooth = (1 / factors[between].astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+        length = round(float(np.median((smooth * 3 + 1) * wavelengths[between])))
+        scaling = RopeScaling(kind="llama3", factor=factor, original_context_length=length)
+        if np.allclose(llama3_divisors(scaling, theta, head_dim), factors, rtol=1e-3):
+            return scaling
+    raise ValueError("GGUF rope_freqs.weight holds factors that are no Llama 3.1 scaling, which is not supported")
+
+
+def llama3_divisors(scaling: RopeScaling, theta: float, head_dim: int) -> npt.NDArray[np.float64]:
+    """What a Llama 3.1 scaling divides each rotary frequency by, [head_dim / 2]."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_context_length / (2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    divisors: npt.NDArray[np.float64] = 1 / ((1 - smooth) / scaling.factor + smooth)
+    return divisors

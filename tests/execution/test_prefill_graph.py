@@ -1,0 +1,129 @@
+"""What a prompt graph computes from its order is what the host plans for the same rows; spare tokens harm nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.attention.triton_backend import TritonBackend
+from mini_sglang.execution import prefill_graph
+from mini_sglang.execution.prefill_graph import PromptGraphs, PromptOrder, prompt_sizes
+from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.scheduling.batch import Row
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SLOTS, CONTEXT, PAGE_SIZE, MAX_ROWS = 6, 24, 4, 4
+PAGES_PER_SLOT = CONTEXT // PAGE_SIZE
+IDLE_PAGE = SLOTS * PAGES_PER_SLOT
+HEADS, HEAD_DIM = 2, 16
+MAX_TOKENS = MAX_ROWS * CONTEXT
+
+
+def make_table() -> RequestTable:
+    """Every token and every page is another number."""
+    table = RequestTable(SLOTS, CONTEXT, PAGE_SIZE, DEVICE, idle_page=IDLE_PAGE)
+    table.tokens.copy_(torch.arange(table.tokens.numel()).view_as(table.tokens))
+    pages = torch.randperm(IDLE_PAGE, generator=torch.Generator().manual_seed(0))
+    table.page_table[:SLOTS] = pages.view(SLOTS, PAGES_PER_SLOT).to(DEVICE)
+    return table
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["split", "deterministic"])
+def backend(request: pytest.FixtureRequest) -> TritonBackend:
+    """Over a pool that holds something everywhere."""
+    pool = KVPool(
+        num_layers=1,
+        num_pages=IDLE_PAGE + 1,
+        page_size=PAGE_SIZE,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    pool.layers[0].normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+    return TritonBackend(
+        pool, num_heads=HEADS, dtype=torch.float32, max_rows=MAX_ROWS, deterministic=bool(request.param)
+    )
+
+
+@st.composite
+def steps(draw: Any) -> tuple[list[Row], int]:
+    """Rows of different slots, many of one token, and a size that holds them."""
+    rows = []
+    for slot in draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=MAX_ROWS, unique=True)):
+        start = draw(st.integers(0, CONTEXT - 1))
+        count = draw(st.just(1) | st.integers(1, CONTEXT - start))
+        rows.append(Row(slot, start, count, draw(st.booleans())))
+    return rows, draw(st.integers(sum(row.count for row in rows), MAX_TOKENS))
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps())
+def test_an_order_means_what_the_host_plans(backend: TritonBackend, step: tuple[list[Row], int]) -> None:
+    rows, size = step
+    sampling = [row for row in rows if row.samples]
+    num_tokens, spare_samples = sum(row.count for row in rows), MAX_ROWS - len(sampling)
+    host, device = make_table(), make_table()
+    q = torch.randn(size, HEADS, HEAD_DIM, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+
+    want = host.expand(rows)
+    want_attended = backend.plan(want.attention).attend(q[:num_tokens], 0)
+    order = PromptOrder(device, backend, MAX_ROWS, MAX_TOKENS)
+    order.send([Row(0, 0, CONTEXT, True)] * MAX_ROWS, MAX_TOKENS)  # what an earlier step leaves behind
+    order.send(rows, size)
+    forward, slots, positions = order.inputs(size)
+    cells = forward.plan.target(0).cells
+
+    assert torch.equal(forward.input_ids[:num_tokens], want.input_ids)
+    assert torch.equal(forward.positions[:num_tokens], want.positions)
+    assert torch.equal(cells[:num_tokens], want.attention.cells)
+    assert forward.logit_rows is not None
+    assert forward.logit_rows.tolist() == want.logit_rows.tolist() + [0] * spare_samples
+    assert slots.tolist() == [row.slot for row in sampling] + [device.idle_slot] * spare_samples
+    assert positions.tolist()[: len(sampling)] == [row.start + row.count for row in sampling]
+    assert torch.equal(device.num_computed, host.num_computed)
+    torch.testing.assert_close(forward.plan.attend(q, 0)[:num_tokens], want_attended)
+
+    assert set(forward.positions[num_tokens:].tolist()) <= {0}
+    assert set(cells[num_tokens:].tolist()) <= {IDLE_PAGE * PAGE_SIZE}
+
+
+def test_sizes_ascend_to_the_budget_alone() -> None:
+    for budget in (1, 64, 65, 700, 2048, 8192):
+        sizes = prompt_sizes(budget)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == budget
+
+
+class Sizes:
+    """The graphs' sizes without graphs."""
+
+    def __init__(self, step: Any, sizes: list[int], name: str, pool: Any, prepare: Any) -> None:
+        self.sizes = sizes
+
+    def size_for(self, count: int) -> int:
+        return min(size for size in self.sizes if size >= count)
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float16, True), (torch.float32, False)])
+def test_long_prompts_of_large_steps_have_no_graph_if_other_tiles_suit_them(
+    dtype: torch.dtype, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_graph, "StepGraphs", Sizes)
+    pool = KVPool(
+        num_layers=1, num_pages=1, page_size=16, num_kv_heads=1, head_dim=HEAD_DIM, dtype=dtype, device=DEVICE
+    )
+    backend = TritonBackend(pool, num_heads=HEADS, dtype=dtype, max_rows=MAX_ROWS)
+    never_called: Any = None
+    graphs = PromptGraphs(never_called, make_table(), backend, MAX_ROWS, prompt_sizes(8192), None)
+    assert graphs.fits([Row(0, 0, 8192, True)]) != apart
+    assert graphs.fits([Row(0, 8192, 1, True), Row(1, 1500, 8191, True)]) != apart, "in the middle of one"
+    assert graphs.fits([Row(slot, 0, 1500, True) for slot in range(3)] + [Row(3, 9000, 3500, True)]) != apart
+    short = [Row(0, 0, 1500, True), Row(1, 0, 1500, True), Row(2, 0, 1500, True)]
+    assert not graphs.fits(short), "there are graphs of full steps only"
+    assert graphs.fits([Row(0, 8192, 2000, True)]), "a small step, whose launches would take longer"

@@ -1,0 +1,150 @@
+"""What a request asks of tools, as the grammar that its answers are held to, and who reads what such an answer says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mini_sglang.config import ServerConfig
+from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
+from mini_sglang.request import SamplingParams
+from mini_sglang.server.answers.model_format import Dialect
+from mini_sglang.server.answers.reasoning import REASONING_PARSERS
+from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
+from mini_sglang.server.errors import ApiError
+from mini_sglang.server.openai.bodies import Message, TemplateBody
+from mini_sglang.text.tokenizer import Tokenizer
+
+PARAMETERS = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
+GET_TIME: Any = {"type": "function", "function": {"name": "get_time", "parameters": PARAMETERS}}
+ADD: Any = {"type": "function", "function": {"name": "add"}}
+STRICT: Any = {"type": "function", "function": {**GET_TIME["function"], "strict": True}}
+QUESTION = [Message(role="user", content="What time is it?")]
+
+HERMES_TIME = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "Lima"}}\n</tool_call>'
+HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+HERMES_WRONG = HERMES_TIME.replace('"Lima"', "5")
+LLAMA_TIME = '{"name": "get_time", "parameters": {"zone": "Lima"}}'
+MISTRAL_TIME = '[TOOL_CALLS][{"name": "get_time", "arguments": {"zone": "Lima"}}]'
+
+Fits = Callable[..., bool]
+
+
+@pytest.fixture(scope="module")
+def compiler(builtin_tokenizer: Tokenizer) -> GrammarCompiler:
+    vocabulary = Vocabulary.of(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
+    return GrammarCompiler(vocabulary, builtin_tokenizer.encode)
+
+
+@pytest.fixture
+def fits(compiler: GrammarCompiler, builtin_tokenizer: Tokenizer) -> Fits:
+    """`fits(text, parser, **fields of the body)` → whether an answer may be this text and nothing else."""
+
+    def fits(text: str, parser: str = "hermes", *, prompt: str = "", thought: str = "none", **fields: Any) -> bool:
+        config = ServerConfig(tool_call_parser=parser, reasoning_parser=thought)  # type: ignore[arg-type]
+        plan = Dialect.of(builtin_tokenizer, config).plan(
+            TemplateBody(**fields), QUESTION, builtin_tokenizer.encode(prompt)
+        )
+        params = plan.constrain(SamplingParams())
+        params.validate(builtin_tokenizer.vocab_size)
+        if not params.is_constrained:
+            return True
+        matcher = compiler.compile(params)
+        for token_id in builtin_tokenizer.encode(text):
+            if matcher.is_finished or not matcher.mask()[token_id // 8] >> token_id % 8 & 1:
+                return False
+            matcher.advance(token_id)
+        end = min(builtin_tokenizer.eos_token_ids)
+        return matcher.is_finished or bool(matcher.mask()[end // 8] >> end % 8 & 1)
+
+    return fits
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"), [("hermes", HERMES_TIME), ("llama3", LLAMA_TIME), ("mistral", MISTRAL_TIME)]
+)
+def test_required_means_a_call_in_the_models_notation(fits: Fits, parser: str, text: str) -> None:
+    fields = {"tools": [GET_TIME, ADD], "tool_choice": "required"}
+    assert fits(text, parser, **fields)
+    assert not fits("It is late.", parser, **fields)
+    assert not fits("", parser, **fields)
+    assert not fits(text.replace('"Lima"', "5"), parser, **fields)
+    assert not fits(text.replace("zone", "place"), parser, **fields)
+    assert not fits(text.replace("get_time", "launch"), parser, **fields)
+
+
+def test_a_named_function_is_the_one_that_is_called(fits: Fits) -> None:
+    fields = {"tools": [GET_TIME, ADD], "tool_choice": named("add")}
+    assert fits(HERMES_ADD, **fields)
+    assert not fits(HERMES_TIME, **fields)
+
+
+def test_several_calls_only_in_parallel(fits: Fits) -> None:
+    fields: dict[str, Any] = {"tools": [GET_TIME, ADD], "tool_choice": "required"}
+    assert fits(f"{HERMES_TIME}\n{HERMES_ADD}", **fields)
+    assert not fits(f"{HERMES_TIME}\n{HERMES_ADD}", **fields, parallel_tool_calls=False)
+    assert fits(HERMES_TIME, **fields, parallel_tool_calls=False)
+
+
+def test_a_function_without_parameters_takes_none(fits: Fits) -> None:
+    fields = {"tools": [ADD], "tool_choice": "required"}
+    assert fits(HERMES_ADD, **fields)
+    assert not fits(HERMES_ADD.replace("{}", '{"a": 1}'), **fields)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral"])
+def test_strict_calls_among_free_text(fits: Fits, parser: str) -> None:
+    call = HERMES_TIME if parser == "hermes" else MISTRAL_TIME
+    fields = {"tools": [STRICT, ADD]}
+    assert fits("It is late.", parser, **fields)
+    assert fits(call, parser, **fields)
+    assert fits(f"Let me see.\n{call}", parser, **fields)
+    assert not fits(call.replace('"Lima"', "5"), parser, **fields)
+    assert fits(call.replace('"Lima"', "5"), parser, tools=[GET_TIME, ADD])
+
+
+def test_a_thought_that_the_prompt_has_opened_comes_before_the_call(fits: Fits) -> None:
+    fields = {"tools": [GET_TIME], "tool_choice": "required", "thought": "think", "prompt": "assistant\n<think>\n"}
+    assert fits(f"I need the time.</think>\n\n{HERMES_TIME}", **fields)
+    assert not fits("I need the time.</think>\n\nIt is late.", **fields)
+    assert fits(HERMES_TIME, **{**fields, "prompt": "assistant\n<think>\n\n</think>\n\n"})
+
+
+def test_every_parser_can_be_named_by_its_option() -> None:
+    for name in TOOL_CALL_PARSERS:
+        ServerConfig(tool_call_parser=name)  # type: ignore[arg-type]
+    for name in REASONING_PARSERS:
+        ServerConfig(reasoning_parser=name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"tool_call_parser must be one of auto, none, hermes"):
+        ServerConfig(tool_call_parser="xml")  # type: ignore[arg-type]
+
+
+def test_one_grammar_for_an_answer(builtin_tokenizer: Tokenizer) -> None:
+    plan = Dialect.of(builtin_tokenizer, ServerConfig()).plan(TemplateBody(tools=[GET_TIME]), QUESTION, [])
+    with pytest.raises(ApiError, match="regex cannot be combined with tools"):
+        plan.constrain(SamplingParams(regex="a+"))
+
+
+def test_tools_without_need_of_a_grammar_have_none(builtin_tokenizer: Tokenizer) -> None:
+    dialect = Dialect.of(builtin_tokenizer, ServerConfig())
+    for fields in ({}, {"tool_choice": "none"}, {"tool_choice": "auto", "parallel_tool_calls": False}):
+        plan = dialect.plan(TemplateBody(tools=[GET_TIME], **fields), QUESTION, [])
+        assert not plan.constrain(SamplingParams()).is_constrained
+
+
+def test_markers_that_are_special_tokens_are_text_where_they_are_looked_for(builtin_tokenizer: Tokenizer) -> None:
+    class WithSpecialMarkers(Tokenizer):
+        def special_token_id(self, text: str) -> int | None:
+            return {"[TOOL_CALLS]": 3, "</think>": 4}.get(text)
+
+    tokenizer = WithSpecialMarkers(builtin_tokenizer._tokenizer, builtin_tokenizer.eos_token_ids)
+    dialect = Dialect.of(tokenizer, ServerConfig(tool_call_parser="mistral", reasoning_parser="think"))
+    tools = dialect.plan(TemplateBody(tools=[GET_TIME]), QUESTION, [])
+    assert tools.constrain(SamplingParams()).shown_special_ids == [3, 4]
+    assert dialect.plan(TemplateBody(), QUESTION, []).constrain(SamplingParams()).shown_special_ids == [4]

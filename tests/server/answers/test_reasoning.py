@@ -1,0 +1,88 @@
+"""A thought is told from the answer however the text is cut into deltas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mini_sglang.server.answers.deltas import Answer
+from mini_sglang.server.answers.reasoning import MISTRAL_THINK, THINK, ReasoningParser, opens_thought
+
+
+def parse(*deltas: str, inside: bool = False) -> tuple[str, str]:
+    """(reasoning, content)"""
+    parser = ReasoningParser(THINK, inside=inside)
+    pieces = [piece for delta in deltas for piece in parser.push(delta)]
+    answer = Answer.of([*pieces, *parser.push("", final=True)])
+    return answer.reasoning, answer.content
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "reasoning", "content"),
+    [
+        ("<think>\nTwo and two.\n</think>\n\nFour.", False, "Two and two.", "Four."),
+        ("\n<think>Two.\n\nFour.</think>4 \n", False, "Two.\n\nFour.", "4 \n"),
+        ("Two and two.\n</think>\n\nFour.", True, "Two and two.", "Four."),
+        ("<think>\n\n</think>\n\nFour.", False, "", "Four."),
+        ("Four.", False, "", "Four."),
+        (" \n Four. <think>", False, "", " \n Four. <think>"),
+        ("A thought is written <think>…</think>.", False, "", "A thought is written <think>…</think>."),
+        ("<think>Two and", False, "Two and", ""),
+        ("Two and </thi", True, "Two and </thi", ""),
+        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
+        ("<thi", False, "", "<thi"),
+        ("<think>", False, "", ""),
+        ("", True, "", ""),
+        ("</think>Four.", True, "", "Four."),
+    ],
+)
+def test_thought_and_answer(text: str, inside: bool, reasoning: str, content: str) -> None:
+    assert parse(text, inside=inside) == (reasoning, content)
+    assert parse(*text, inside=inside) == (reasoning, content)
+
+
+def test_a_thought_is_given_out_as_it_comes() -> None:
+    parser = ReasoningParser(THINK)
+    assert Answer.of(parser.push("<think>\nTwo a")).reasoning == "Two a"
+    assert Answer.of(parser.push("nd <")).reasoning == "nd"
+    assert Answer.of(parser.push("two")).reasoning == " <two"
+    assert Answer.of(parser.push("</think>Fo")).content == "Fo"
+
+
+def test_the_characters_of_a_thought_are_counted_with_its_markers() -> None:
+    parser = ReasoningParser(THINK)
+    for character in "<think>a</think>\n\nb":
+        parser.push(character)
+    assert parser.reasoning_characters == len("<think>a</think>")
+    none = ReasoningParser(THINK)
+    none.push("Four.")
+    assert none.reasoning_characters == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("<think>\nTwo", True),
+    ],
+)
+def test_a_prompt_may_open_the_thought(prompt: str, expected: bool) -> None:
+    assert opens_thought(prompt, THINK) is expected
+    assert not opens_thought(prompt, MISTRAL_THINK)
+
+
+FRAGMENTS = ["<think>", "</think>", "<thi", "nk>", "</", " ", "\n", "a", "<", "b c", "é"]
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join), st.booleans(), st.randoms(use_true_random=False))
+def test_cuts_make_no_difference(text: str, inside: bool, random: Any) -> None:
+    whole = parse(text, inside=inside)
+    assert parse(*text, inside=inside) == whole
+    cuts = sorted(random.randint(0, len(text)) for _ in range(3))
+    deltas = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(*deltas, inside=inside) == whole

@@ -1,0 +1,222 @@
+"""Calls are found in text however it is cut into deltas, and what is none stays text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening
+from mini_sglang.server.answers.tool_calls import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    TOOL_CALL_PARSERS,
+    CallNotation,
+    ToolCallParser,
+)
+
+NAMES = ("get_time", "add")
+NOTATIONS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
+
+Summary = tuple[str, list[tuple[str, str]]]
+
+
+def summary(answer: Answer) -> Summary:
+    """The content, and the name and arguments of each call: all but the ids, which are drawn."""
+    return answer.content, [(call.name, call.arguments) for call in answer.calls]
+
+
+def parse(notation: CallNotation, *deltas: str, **settings: Any) -> Summary:
+    parser = ToolCallParser(notation, NAMES, **settings)
+    pieces = [piece for delta in deltas for piece in parser.push(delta)]
+    return summary(Answer.of([*pieces, *parser.push("", final=True)]))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+TIME = ("get_time", '{"zone": "Lima"}')
+HERMES_TIME = f"<tool_call>\n{call('get_time', zone='Lima')}\n</tool_call>"
+WRITTEN: list[tuple[str, str, Summary]] = [
+    ("hermes", HERMES_TIME, ("", [TIME])),
+    ("hermes", f"Let me look.\n{HERMES_TIME}\n", ("Let me look.", [TIME])),
+    ("hermes", f"{HERMES_TIME}\n{HERMES_TIME}", ("", [TIME, TIME])),
+    ("hermes", f"One.\n{HERMES_TIME}\nTwo.", ("One.\nTwo.", [TIME])),
+    ("hermes", f"<tool_call>{call('get_time', zone='Lima')}", ("", [TIME])),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": [1, {}]}, "name": "add"}</tool_call>',
+        ("", [("add", '{"a": [1, {}]}')]),
+    ),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("add", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', ("", [("add", "{}")])),
+    ("llama3", '{"name": "get_time", "parameters": {"zone": "Lima"}}', ("", [TIME])),
+    ("llama3", '<|python_tag|>{"name": "get_time", "parameters": {"zone": "Lima"}}', ("", [TIME])),
+    ("llama3", '{"type": "function", "name": "get_time", "parameters": {"zone": "Lima"}}', ("", [TIME])),
+    ("llama3", '\n{"name": "add"}; {"name": "add", "arguments": {}}', ("", [("add", "{}"), ("add", "{}")])),
+    ("llama3", '{"name": "add"}\nDone.', ("Done.", [("add", "{}")])),
+    ("mistral", f"[TOOL_CALLS] [{call('get_time', zone='Lima')}]", ("", [TIME])),
+    ("mistral", f"[TOOL_CALLS][{call('add')}, {call('add', a=1)}]", ("", [("add", "{}"), ("add", '{"a": 1}')])),
+    ("mistral", '[TOOL_CALLS]get_time[ARGS]{"zone": "Lima"}', ("", [TIME])),
+    ("mistral", '[TOOL_CALLS]get_time[CALL_ID]a1b2c3d4e[ARGS]{"zone": "Lima"}', ("", [TIME])),
+    ("mistral", 'So: [TOOL_CALLS]add{"a": 1}[TOOL_CALLS]add{}', ("So:", [("add", '{"a": 1}'), ("add", "{}")])),
+]
+NO_CALLS: list[tuple[str, str]] = [
+    ("hermes", "Just text, 1 < 2, <tool>, <tool_cal"),
+    ("hermes", "  white space \n"),
+    ("hermes", "I would write <tool_call> here.</tool_call>"),
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": nothing}}\n</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "1}}</tool_call>'),
+    ("hermes", "<tool_call>{'name': 'add'}</tool_call>"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "five"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "not_offered", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": '),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}</tool_call>"),
+    ("hermes", "<tool_call>" + " " * 1000 + "{}"),
+    ("llama3", "The answer is {}."),
+    ("llama3", '{"city": "Lima", "country": {"name": "Peru"}}'),
+    ("llama3", '{"name": "Alice", "parameters": {}}'),
+    ("llama3", "<|python_tag|>print(5)"),
+    ("llama3", ""),
+    ("mistral", "[TOOL_CALLS] [1, 2]"),
+    ("mistral", "[TOOL_CALLS]add is what I would call"),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}'),
+]
+
+
+@pytest.mark.parametrize(("notation", "text", "expected"), WRITTEN)
+def test_calls_are_found_in_every_notation(notation: str, text: str, expected: Summary) -> None:
+    assert parse(NOTATIONS[notation], text) == expected
+    assert parse(NOTATIONS[notation], *text) == expected
+
+
+@pytest.mark.parametrize(("notation", "text"), NO_CALLS)
+def test_what_is_no_call_stays_text(notation: str, text: str) -> None:
+    assert parse(NOTATIONS[notation], text) == (text, [])
+    assert parse(NOTATIONS[notation], *text) == (text, [])
+
+
+def test_a_call_after_a_broken_one_is_found() -> None:
+    broken = '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'
+    assert parse(HERMES, f"{broken}\n{HERMES_TIME}") == (broken, [TIME])
+
+
+def test_text_is_given_out_as_it_comes() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    assert Answer.of(parser.push("Hello, wor")).content == "Hello, wor"
+    assert Answer.of(parser.push("ld. 1 <")).content == "ld. 1"
+    assert Answer.of(parser.push(" 2")).content == " < 2"
+    llama = ToolCallParser(LLAMA3, NAMES)
+    assert Answer.of(llama.push("T")).content == "T"
+
+
+def test_a_call_is_given_out_when_its_object_ends() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.push("<tool_call>" + call("add", a=1)[:-1]) == []
+    opening, arguments = parser.push("}")
+    assert isinstance(opening, CallOpening)
+    assert arguments == CallArguments(0, '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("notation", "text"),
+    [
+        (HERMES, HERMES_TIME),
+        (LLAMA3, '{"name": "get_time", "parameters": {"zone": "Lima"}}'),
+        (MISTRAL, f"[TOOL_CALLS][{call('get_time', zone='Lima')}]"),
+        (MISTRAL, '[TOOL_CALLS]get_time[ARGS]{"zone": "Lima"}'),
+    ],
+)
+def test_eager_arguments_come_as_they_are_written(notation: CallNotation, text: str) -> None:
+    parser = ToolCallParser(notation, NAMES, eager=True)
+    pieces = [piece for character in text for piece in parser.push(character)]
+    arguments = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+    assert len(arguments) == len("".join(arguments))
+    assert summary(Answer.of(pieces)) == ("", [TIME])
+
+
+def test_eager_arguments_that_are_cut_off_end_where_the_text_does() -> None:
+    assert parse(HERMES, HERMES_TIME.partition("ma")[0], eager=True) == ("", [("get_time", '{"zone": "Li')])
+
+
+def test_calls_beyond_the_most_are_dropped() -> None:
+    for eager in (False, True):
+        assert parse(HERMES, f"{HERMES_TIME}\n{HERMES_TIME} Done.", max_calls=1, eager=eager) == ("Done.", [TIME])
+
+
+def test_ids_are_as_the_apis_and_templates_want_them() -> None:
+    ids = [Answer.of(ToolCallParser(HERMES, NAMES).push(HERMES_TIME)).calls[0].id for _ in range(2)]
+    assert ids[0] != ids[1]
+    assert ids[0].startswith("call_")
+    [mistral] = Answer.of(ToolCallParser(MISTRAL, NAMES).push("[TOOL_CALLS]add{}")).calls
+    assert len(mistral.id) == 9
+    assert mistral.id.isalnum()
+
+
+FRAGMENTS = [
+    *(notation.opening for notation in NOTATIONS.values() if notation.opening),
+    *(text for _, text, _ in WRITTEN),
+    *(text for _, text in NO_CALLS if len(text) < 100),
+    *(
+        "</tool_call>",
+        "<|python_tag|>",
+        "[ARGS]",
+        "{",
+        "}",
+        '"',
+        "\\",
+        ",",
+        ";",
+        "]",
+        "[",
+        " ",
+        "\n",
+        "<",
+        "<tool",
+        "x",
+        "é🦩",
+    ),
+    *('{"name": "add", "arguments": {', '{"name": "add"}', '"a": "\\"}', "}}"),
+]
+
+
+@given(
+    st.sampled_from(sorted(NOTATIONS)),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join),
+    st.booleans(),
+    st.sampled_from([None, 1]),
+    st.randoms(use_true_random=False),
+)
+def test_cuts_make_no_difference(notation: str, text: str, eager: bool, max_calls: int | None, random: Any) -> None:
+    settings = {"eager": eager, "max_calls": max_calls}
+    whole = parse(NOTATIONS[notation], text, **settings)
+    assert parse(NOTATIONS[notation], *text, **settings) == whole
+    cuts = sorted(random.randint(0, len(text)) for _ in range(4))
+    deltas = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(NOTATIONS[notation], *deltas, **settings) == whole
+    if not eager:
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[1])
+
+
+@given(
+    st.text(alphabet=' \n<>{}[]"\\,;tol_cal/TOLCARGS|pythn', max_size=60), st.sampled_from(sorted(TOOL_CALL_PARSERS))
+)
+def test_no_text_is_lost(text: str, name: str) -> None:
+    content, calls = parse(TOOL_CALL_PARSERS[name], *text)
+    assert calls or content == text
+
+
+def test_a_long_call_costs_time_in_proportion() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    text = "<tool_call>" + call("add", text='{"<\\' * 25_000) + "</tool_call>"
+    pieces = [piece for start in range(0, len(text), 4) for piece in parser.push(text[start : start + 4])]
+    assert len(Answer.of(pieces).calls[0].arguments) > 100_000
