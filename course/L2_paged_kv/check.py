@@ -220,11 +220,11 @@ def test_nothing_is_published_of_a_request_whose_step_failed() -> None:
     kv = KVCacheManager(num_pages=8, page_size=4)
     request = begin(kv, list(range(10)))
     request.num_computed_tokens = 10
-    kv.spoil(request, 0)
+    kv.invalidate(request, 0)
     kv.release(request)
     rule = "what is cached was computed"
     expect(kv.num_free_pages, 8, "free pages of 8 when a spoiled request has left", invariant=rule, read=RETURNING)
-    expect(kv.is_spoiled(request), False, "whether it is still spoiled, without a page", read=RETURNING)
+    expect(kv.is_invalid(request), False, "whether it is still spoiled, without a page", read=RETURNING)
 
 
 @guards("back-before-the-step")

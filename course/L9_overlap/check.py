@@ -241,10 +241,10 @@ class Landing:
         self.token_ids, self.arrived, self.started = Pinned(stream, [0] * 4), Event(stream), Event(stream)
 
 
-def handle_of(tokens: list[int], landings: list[Landing]) -> StepHandle:
-    """The handle of a step that gets a free landing, as the executor hands it out."""
+def handle_of(tokens: list[int], host_buffers: list[Landing]) -> StepHandle:
+    """The handle of a step that gets a free host_buffer, as the executor hands it out."""
     sampled = Sampled(OnDevice(tokens), [None] * len(tokens), {})  # type: ignore[arg-type]
-    return StepHandle(sampled, landings.pop(), landings)  # type: ignore[arg-type]
+    return StepHandle(sampled, host_buffers.pop(), host_buffers)  # type: ignore[arg-type]
 
 
 @guards("copy-that-blocks")
@@ -271,32 +271,32 @@ def test_tokens_are_read_when_they_have_arrived() -> None:
     )
 
 
-@guards("landing-free-too-early")
+@guards("host_buffer-free-too-early")
 def test_a_landing_belongs_to_one_step_until_it_is_read() -> None:
     stream = Stream()
-    landings = [Landing(stream), Landing(stream)]
-    first, second = handle_of([1, 2], landings), handle_of([3, 4], landings)
+    host_buffers = [Landing(stream), Landing(stream)]
+    first, second = handle_of([1, 2], host_buffers), handle_of([3, 4], host_buffers)
     stream.run(2)  # the device has done both before the host looks
     expect(
         (first.result().token_ids, second.result().token_ids),
         ([1, 2], [3, 4]),
         "tokens of two steps in flight",
-        invariant="a landing is free when its tokens have been read, not before",
+        invariant="a host buffer is free when its tokens have been read, not before",
         read="L9: Tokens on their way",
     )
 
 
-@guards("landing-never-free")
+@guards("host_buffer-never-free")
 def test_a_landing_is_used_again() -> None:
-    landings = [Landing(Stream())]
-    handle = handle_of([1], landings)
-    expect(len(landings), 0, "free landings while a step is in flight")
+    host_buffers = [Landing(Stream())]
+    handle = handle_of([1], host_buffers)
+    expect(len(host_buffers), 0, "free host_buffers while a step is in flight")
     handle.result()
     expect(handle.result().token_ids, [1], "tokens when the result is asked for again")
     expect(
-        len(landings),
+        len(host_buffers),
         1,
-        "free landings after the step was read, twice",
+        "free host_buffers after the step was read, twice",
         invariant="pinned memory is allocated once, since allocating it makes host and device wait",
         read="L9: Tokens on their way",
     )
@@ -304,9 +304,9 @@ def test_a_landing_is_used_again() -> None:
 
 def test_tokens_that_the_step_leaves_on_the_host_are_not_copied() -> None:
     stream, arriving = Stream(), array("q", [0, 0])
-    landings = [Landing(stream)]
+    host_buffers = [Landing(stream)]
     sampled = Sampled(OnDevice([7, 8]), [None, None], {}, memoryview(arriving))  # type: ignore[arg-type]
-    handle = StepHandle(sampled, landings.pop(), landings)  # type: ignore[arg-type]
+    handle = StepHandle(sampled, host_buffers.pop(), host_buffers)  # type: ignore[arg-type]
     expect(len(stream.queue), 0, "copies queued by the launch of a step whose graph leaves its tokens in pinned memory")
     arriving[:] = array("q", [7, 8])
     expect(handle.result().token_ids, [7, 8], "tokens that it left there", read="L9: Nothing beside the replay")
@@ -316,13 +316,13 @@ def test_a_result_comes_with_the_devices_time() -> None:
     handle = handle_of([7], [Landing(Stream())])
     expect(handle.device_us, None, "microseconds of a step that has not been read")
     handle.result()
-    expect(handle.device_us, 1000, "microseconds between the landing's two events, once both have happened")
+    expect(handle.device_us, 1000, "microseconds between the host_buffer's two events, once both have happened")
 
 
 def test_without_a_gpu_the_tokens_are_there() -> None:
     handle = StepHandle(Sampled(torch.tensor([7, 8]), [None, None], {}), None, [])
     result = handle.result()
-    expect(result.token_ids, [7, 8], "tokens of a step on a CPU, which has no landing", read="L9: The exercise")
+    expect(result.token_ids, [7, 8], "tokens of a step on a CPU, which has no host_buffer", read="L9: The exercise")
     expect(handle.device_us, None, "its microseconds on a device")
 
 
@@ -369,7 +369,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     monkeypatch.setattr(pinned_ring, "take_pages", take_pages_reference)
     monkeypatch.setattr(pinned_ring, "leave_tokens", leave_tokens_reference)
     graphs = DecodeGraphs(lambda slots: GraphStep(slots, slots), 6, small_table(CPU), None)
-    graphs._graphs.first_kernel = graphs._mailbox.take  # type: ignore[attr-defined]
+    graphs._graphs.first_kernel = graphs._ring.take  # type: ignore[attr-defined]
     return graphs
 
 
@@ -460,7 +460,7 @@ def test_the_same_batch_is_sent_once(graphs: DecodeGraphs, monkeypatch: pytest.M
 
 @guards("ring-out-of-step")
 def test_new_pages_arrive_in_the_step_that_gains_them(graphs: DecodeGraphs) -> None:
-    table = graphs._mailbox._page_table
+    table = graphs._ring._page_table
     handed: list[dict[int, int]] = [{}, {5: 70}, {}, {}, {6: 71, 20: 72}]
     for step, pages in enumerate(handed, 1):
         graphs.replay((3, 1), pages)

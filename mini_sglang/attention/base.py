@@ -48,7 +48,7 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
-class GraphBackend(AttentionBackend, Protocol):
+class DecodeGraphBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can lie in CUDA graphs: it plans them from device tensors alone."""
 
     def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> AttentionPlan:
@@ -60,7 +60,7 @@ class GraphBackend(AttentionBackend, Protocol):
 
 
 @runtime_checkable
-class PromptBackend(AttentionBackend, Protocol):
+class PrefillGraphBackend(AttentionBackend, Protocol):
     """A backend that can plan any step inside a CUDA graph.
 
     Prompts that reach beyond `short_prompt` positions compute faster as `plan` plans them.
@@ -68,7 +68,7 @@ class PromptBackend(AttentionBackend, Protocol):
 
     short_prompt: int
 
-    def plan_prompts(
+    def plan_prefill(
         self,
         page_table: torch.Tensor,
         cells: torch.Tensor,
@@ -79,14 +79,14 @@ class PromptBackend(AttentionBackend, Protocol):
         """The plan of a step with any number of tokens per row, from device tensors alone.
 
         page_table [R + 1, pages], cells [T], starts and counts [R + 1] int64: rows of count 0 compute nothing, and
-        neither does the last, whose tokens fill up the step; tiles [n] int64, as `prompt_tiles` lists them.
+        neither does the last, whose tokens fill up the step; tiles [n] int64, as `prefill_tiles` lists them.
         """
         ...
 
-    def max_prompt_tiles(self, rows: int, tokens: int) -> int:
+    def max_prefill_tiles(self, rows: int, tokens: int) -> int:
         """The most tiles of a step with so many rows and tokens."""
         ...
 
-    def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
+    def prefill_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
         """The tiles of rows that compute `counts` tokens from `starts` on, filled up with tiles of an idle row."""
         ...

@@ -104,7 +104,7 @@ class TritonBackend:
         self.decode.plan(lengths, self._each_row[: len(lengths)])
         return TritonDecodePlan(self, page_table, cells)
 
-    def plan_prompts(
+    def plan_prefill(
         self,
         page_table: torch.Tensor,
         cells: torch.Tensor,
@@ -122,10 +122,10 @@ class TritonBackend:
         chunks = torch.where(counts > 1, counts, 0).int()
         return TritonPlan(self, page_table, cells, starts.int(), chunks, firsts, tiles, self._short, decodes=True)
 
-    def max_prompt_tiles(self, rows: int, tokens: int) -> int:
+    def max_prefill_tiles(self, rows: int, tokens: int) -> int:
         return tokens // (self._short.block_queries // self.group) + min(rows, tokens)
 
-    def prompt_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
+    def prefill_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
         tiles = prefill_tiles(starts, self._chunks(counts), self.group, self._short)
         return tiles + [idle_row << 20] * (number - len(tiles))
 

@@ -168,7 +168,7 @@ class _CaseMaker:
     def products(self, rows: int) -> Iterator[Case]:
         """The products of one layer and of the output head, with the norms, the gate and the residual around them.
 
-        Where the norm is made with the sum before it (`Stream`), it is part of both products.
+        Where the norm is made with the sum before it (`Residual`), it is part of both products.
         """
         model, item = self.model, self.dtype.itemsize
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -193,7 +193,7 @@ class _CaseMaker:
             if adds:
                 calls = [partial(matrix.add_to, residual, x, norm) for matrix in matrices]
             else:
-                calls = [partial(matrix.gated if gated else matrix.product, x, norm) for matrix in matrices]
+                calls = [partial(matrix.gated if gated else matrix.matmul, x, norm) for matrix in matrices]
             yield Case("linear", name, f"{rows} x {inputs} -> {outputs}", moved, 2 * rows * inputs * outputs, calls)
 
     def experts(self, experts: ExpertsConfig, tokens: int) -> Iterator[Case]:

@@ -80,22 +80,22 @@ class DecodeGraphs:
     def __init__(
         self, step: Callable[[torch.Tensor], GraphStep], max_rows: int, table: RequestTable, pool: Any
     ) -> None:
-        from mini_sglang.execution.pinned_ring import Mailbox  # Triton: only where there is a GPU
+        from mini_sglang.execution.pinned_ring import PinnedRing  # Triton: only where there is a GPU
 
         self.max_rows = max_rows
         self._idle_slot = table.idle_slot
-        self._mailbox = Mailbox(table.page_table, max_rows)
+        self._ring = PinnedRing(table.page_table, max_rows)
         self._slots = torch.full((max_rows,), table.idle_slot, dtype=torch.int64, device=table.page_table.device)
         self._loaded: tuple[int, ...] = ()  # what self._slots begins with
 
         def whole_step(size: int) -> GraphStep:
-            self._mailbox.take()
+            self._ring.take()
             outputs = step(self._slots[:size])
-            self._mailbox.leave(outputs.token_ids)
+            self._ring.leave(outputs.token_ids)
             return outputs
 
         self._graphs = StepGraphs(whole_step, graph_sizes(max_rows), "decode", pool)
-        self._mailbox.restart()
+        self._ring.restart()
 
     def replay(self, slots: tuple[int, ...], pages: Mapping[int, int]) -> GraphStep:
         """Run one step for `slots`, which gain `pages` (place in the flat page table -> page id).
@@ -108,12 +108,12 @@ class DecodeGraphs:
             self._slots[:size].copy_(staged(padded, self._slots.device), non_blocking=True)
             self._loaded = slots
         # behind all that may fail, since host and device must count the same steps
-        self._mailbox.put(pages)
+        self._ring.put(pages)
         return self._graphs.replay(size, len(slots))
 
     def arriving(self, rows: int) -> memoryview[int]:
-        """Where the first `rows` tokens of the last replay are on the host, once it has run; as `Mailbox.tokens`."""
-        return self._mailbox.tokens(rows)
+        """Where the first `rows` tokens of the last replay are on the host, once it has run; as `PinnedRing.tokens`."""
+        return self._ring.tokens(rows)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

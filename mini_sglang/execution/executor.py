@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it needs ZeroMQ
 logger = logging.getLogger(__name__)
 
 
-class _Landing(NamedTuple):
+class _HostBuffer(NamedTuple):
     """Where a step's tokens arrive on the host, and the event that says so. Used again when they have been read."""
 
     token_ids: torch.Tensor  # [most rows] int64, pinned; unused if the step leaves them elsewhere on the host by itself
@@ -40,33 +40,37 @@ class StepHandle:
     """A launched step."""
 
     def __init__(
-        self, sampled: Sampled, landing: _Landing | None, landings: list[_Landing], ranks: Ranks | None = None
+        self,
+        sampled: Sampled,
+        host_buffer: _HostBuffer | None,
+        host_buffers: list[_HostBuffer],
+        ranks: Ranks | None = None,
     ) -> None:
         self.device_us: int | None = None  # known with the result, where steps are timed
         self._ranks = ranks
         self._logprobs = sampled.logprobs
         self._prompt_logprobs = sampled.prompt_logprobs
         self._token_ids: torch.Tensor | memoryview[int] = sampled.token_ids
-        self._landings = landings  # those that are free
-        self._landing = landing
+        self._host_buffers = host_buffers  # those that are free
+        self._host_buffer = host_buffer
         self._result: StepResult | None = None
-        if landing is not None:
+        if host_buffer is not None:
             if sampled.arriving is not None:
                 self._token_ids = sampled.arriving
             else:
-                self._token_ids = landing.token_ids[: len(sampled.token_ids)]
+                self._token_ids = host_buffer.token_ids[: len(sampled.token_ids)]
                 self._token_ids.copy_(sampled.token_ids, non_blocking=True)
-            landing.arrived.record()
+            host_buffer.arrived.record()
 
     def result(self) -> StepResult:
         """What the step sampled; the first call waits for it."""
         if self._result is None:
-            if self._landing is not None:
-                self._wait_for(self._landing.arrived)
+            if self._host_buffer is not None:
+                self._wait_for(self._host_buffer.arrived)
             self._result = StepResult(self._token_ids.tolist(), self._logprobs, self._prompt_logprobs)
-            if self._landing is not None:  # read, so the next step may have it
-                self.device_us = _elapsed_us(self._landing)
-                self._landings.append(self._landing)
+            if self._host_buffer is not None:  # read, so the next step may have it
+                self.device_us = _elapsed_us(self._host_buffer)
+                self._host_buffers.append(self._host_buffer)
         return self._result
 
     def _wait_for(self, arrived: torch.cuda.Event) -> None:
@@ -78,9 +82,9 @@ class StepHandle:
                 self._ranks.check()
 
 
-def _elapsed_us(landing: _Landing) -> int | None:
+def _elapsed_us(host_buffer: _HostBuffer) -> int | None:
     """Between the two events, both of which have happened: nothing is waited for."""
-    return None if landing.started is None else round(landing.started.elapsed_time(landing.arrived) * 1000)
+    return None if host_buffer.started is None else round(host_buffer.started.elapsed_time(host_buffer.arrived) * 1000)
 
 
 def is_lost(error: Exception) -> bool:
@@ -112,7 +116,7 @@ class Executor:
         self.source, model_config = find_model(config)
         self.config = resolve(config, model_config, self.source)
         self._max_rows = resolved(self.config.max_running_requests)
-        self._landings: list[_Landing] = []  # that are free
+        self._host_buffers: list[_HostBuffer] = []  # that are free
         self._closed = False
         self._ranks = _start_ranks(self.config) if self.config.tp > 1 else None
         try:
@@ -131,25 +135,25 @@ class Executor:
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start a step. On a CPU it has finished when this returns, on a GPU it has been queued."""
-        landing = None if self.config.device == "cpu" else self._take_landing()
+        host_buffer = None if self.config.device == "cpu" else self._take_host_buffer()
         if self._ranks is None:
-            return StepHandle(self._rank.run(batch), landing, self._landings)
+            return StepHandle(self._rank.run(batch), host_buffer, self._host_buffers)
         with self._ranks.step():
             self._ranks.order(batch)
-            return StepHandle(self._rank.run(batch), landing, self._landings, self._ranks)
+            return StepHandle(self._rank.run(batch), host_buffer, self._host_buffers, self._ranks)
 
-    def _take_landing(self) -> _Landing:
+    def _take_host_buffer(self) -> _HostBuffer:
         """One for the step that is launched next."""
-        if self._landings:
-            landing = self._landings.pop()
+        if self._host_buffers:
+            host_buffer = self._host_buffers.pop()
         else:
             timed = self.config.step_log is not None
             token_ids = torch.empty(self._max_rows, dtype=torch.int64, pin_memory=True)
             started = torch.cuda.Event(enable_timing=True) if timed else None
-            landing = _Landing(token_ids, torch.cuda.Event(enable_timing=timed), started)
-        if landing.started is not None:
-            landing.started.record()
-        return landing
+            host_buffer = _HostBuffer(token_ids, torch.cuda.Event(enable_timing=timed), started)
+        if host_buffer.started is not None:
+            host_buffer.started.record()
+        return host_buffer
 
     def check(self) -> None:
         """Raise RankError if another rank has failed."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mini_sglang.attention.base import GraphBackend, PromptBackend
+from mini_sglang.attention.base import DecodeGraphBackend, PrefillGraphBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, graph_sizes
-from mini_sglang.execution.prefill_graph import PromptGraphs, PromptInputs, PromptOrder, prompt_sizes
+from mini_sglang.execution.prefill_graph import PackedInputs, PrefillGraphs, PrefillInputs, prefill_sizes
 from mini_sglang.execution.prompt_logprobs import asked_of, look_up_prompts
 from mini_sglang.execution.request_table import RequestTable, StepInputs
 from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
@@ -50,7 +50,7 @@ class ModelRunner:
         self._table = table
         self._sampler = sampler
         self._graphs: DecodeGraphs | None = None
-        self._prompts: PromptGraphs | None = None
+        self._prompts: PrefillGraphs | None = None
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, max_tokens: int) -> None:
@@ -64,10 +64,10 @@ class ModelRunner:
         compute = partial(self.compute, out=logits)
         if max_tokens:
             backend = self._backends.prefill
-            if not isinstance(backend, PromptBackend):
+            if not isinstance(backend, PrefillGraphBackend):
                 raise TypeError(f"{type(backend).__name__} cannot plan prompts inside a CUDA graph")
-            sizes = prompt_sizes(max_tokens)
-            self._prompts = PromptGraphs(compute, table, backend, max_rows, sizes, memory)
+            sizes = prefill_sizes(max_tokens)
+            self._prompts = PrefillGraphs(compute, table, backend, max_rows, sizes, memory)
         self._graphs = DecodeGraphs(partial(self.decode, out=logits), max_rows, table, memory)
 
     @torch.inference_mode()
@@ -76,16 +76,16 @@ class ModelRunner:
 
         All of it goes into a graph that is thrown away: nothing is computed, so nothing has to be right.
         """
-        from mini_sglang.execution.pinned_ring import Mailbox  # Triton: only where there is a GPU
+        from mini_sglang.execution.pinned_ring import PinnedRing  # Triton: only where there is a GPU
 
         table, backend = self._table, self._backends.prefill
-        if self._sampler is None or not isinstance(backend, PromptBackend):
+        if self._sampler is None or not isinstance(backend, PrefillGraphBackend):
             raise TypeError(f"{type(backend).__name__} with sampler {self._sampler} cannot lie in a graph")
         chunks = [table.expand([Row(slot=0, start=0, count=count, samples=True)]) for count in prompts]
         batches = [self._forward_batch(inputs, inputs.logit_rows) for inputs in chunks]
         logits = self._model.empty_logits(max(1, max_rows))
         slots = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        mailbox = Mailbox(table.page_table, len(logits))
+        ring = PinnedRing(table.page_table, len(logits))
         square = torch.zeros(16, 16, dtype=logits.dtype, device=logits.device)
         torch.mm(square, square)  # cuBLAS cannot be set up within a capture
         graph = torch.cuda.CUDAGraph()
@@ -94,14 +94,14 @@ class ModelRunner:
             for batch in batches:
                 self._model(batch)
             if max_tokens:
-                order = PromptOrder(table, backend, max_rows, max_tokens)
-                for size in _rehearsed(prompt_sizes(max_tokens)):
+                order = PackedInputs(table, backend, max_rows, max_tokens)
+                for size in _rehearsed(prefill_sizes(max_tokens)):
                     self.compute(order.inputs(size), logits)
-            mailbox.take()
+            ring.take()
             for size in _rehearsed(graph_sizes(max_rows)) if max_rows else ():
-                mailbox.leave(self.decode(slots[:size], logits).token_ids)
+                ring.leave(self.decode(slots[:size], logits).token_ids)
 
-    def compute(self, inputs: PromptInputs, out: torch.Tensor | None = None) -> GraphStep:
+    def compute(self, inputs: PrefillInputs, out: torch.Tensor | None = None) -> GraphStep:
         """Compute any step whose inputs lie on the device, and append what its rows sample. What a graph captures.
 
         Logits go into the first rows of `out` where that is given.
@@ -120,7 +120,7 @@ class ModelRunner:
         from mini_sglang.kernels.triton.decode_step import decode_inputs  # Triton: only where there is a GPU
 
         backend, table = self._backends.decode, self._table
-        if not isinstance(backend, GraphBackend) or self._sampler is None:
+        if not isinstance(backend, DecodeGraphBackend) or self._sampler is None:
             raise TypeError(f"{type(backend).__name__} with sampler {self._sampler} cannot decode from slots alone")
         inputs = decode_inputs(slots, table.num_computed, table.tokens, table.page_table, table.page_size)
         plan = backend.plan_decode(inputs.page_table, inputs.cells, inputs.lengths)

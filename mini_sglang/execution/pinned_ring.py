@@ -20,7 +20,7 @@ from mini_sglang.kernels.triton.decode_step import leave_tokens, take_pages
 DEPTH = 64  # more steps than may be launched before the oldest has been read
 
 
-class Mailbox:
+class PinnedRing:
     """Up to `rows` pages per step for `page_table` [slots, max pages] int64, and a token for each of up to `rows`."""
 
     def __init__(self, page_table: torch.Tensor, rows: int) -> None:

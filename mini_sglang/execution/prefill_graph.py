@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mini_sglang.attention.base import PromptBackend
+from mini_sglang.attention.base import PrefillGraphBackend
 from mini_sglang.attention.transfer import staged
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
 from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
@@ -23,7 +23,7 @@ _SPARE = 64  # tokens that no step is too small to compute in vain
 _FINE_UP_TO = 2048  # tokens: in larger steps launching is a smaller part, and only full ones have a graph
 
 
-class PromptInputs(NamedTuple):
+class PrefillInputs(NamedTuple):
     """One step inside its graph: the forward pass, and where what it samples goes. R rows sample at most."""
 
     forward: ForwardBatch
@@ -31,20 +31,20 @@ class PromptInputs(NamedTuple):
     positions: torch.Tensor  # [R] int32: of the tokens they sample
 
 
-class PromptGraphs:
+class PrefillGraphs:
     """Graphs of `step` for up to `max_rows` rows and the largest of `sizes` (ascending) tokens, in `pool`'s memory."""
 
     def __init__(
         self,
-        step: Callable[[PromptInputs], GraphStep],
+        step: Callable[[PrefillInputs], GraphStep],
         table: RequestTable,
-        backend: PromptBackend,
+        backend: PrefillGraphBackend,
         max_rows: int,
         sizes: list[int],
         pool: Any,
     ) -> None:
         self._max_rows, self._short_prompt = max_rows, backend.short_prompt
-        self._order = order = PromptOrder(table, backend, max_rows, sizes[-1])
+        self._order = order = PackedInputs(table, backend, max_rows, sizes[-1])
         self._graphs = StepGraphs(
             lambda size: step(order.inputs(size)), sizes, "prompt", pool, prepare=lambda size: order.send([], size)
         )
@@ -66,15 +66,15 @@ class PromptGraphs:
         return self._graphs.replay(size, sum(row.samples for row in rows))
 
 
-class PromptOrder:
+class PackedInputs:
     """What a step consists of, as one list of integers on the device, and what follows from it, computed there.
 
     The list has, per row, slot, start and count, then per sampling row slot, position and last token, then tiles.
     """
 
-    def __init__(self, table: RequestTable, backend: PromptBackend, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int) -> None:
         self._table, self._backend, self._max_rows = table, backend, max_rows
-        tiles = backend.max_prompt_tiles(max_rows, max_tokens)
+        tiles = backend.max_prefill_tiles(max_rows, max_tokens)
         self._order = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
 
     def send(self, rows: list[Row], size: int) -> None:
@@ -89,11 +89,11 @@ class PromptOrder:
         order += [row.slot for row in sampling] + [idle] * spare
         order += [row.start + row.count for row in sampling] + [0] * spare
         order += last_tokens_of_sampling_rows(rows) + [0] * spare
-        tiles = self._backend.max_prompt_tiles(self._max_rows, size)
-        order += self._backend.prompt_tiles(starts, counts, tiles, idle_row=self._max_rows)
+        tiles = self._backend.max_prefill_tiles(self._max_rows, size)
+        order += self._backend.prefill_tiles(starts, counts, tiles, idle_row=self._max_rows)
         self._order[: len(order)].copy_(staged(order, self._order.device), non_blocking=True)
 
-    def inputs(self, size: int) -> PromptInputs:
+    def inputs(self, size: int) -> PrefillInputs:
         """The tensors of a step of `size` tokens, from the order on the device. Advances the rows in the table."""
         table, rows = self._table, self._max_rows
         per_row, per_sample = self._order[: 3 * (rows + 1)], self._order[3 * (rows + 1) : 6 * rows + 3]
@@ -102,20 +102,20 @@ class PromptOrder:
         slot_of_token, positions = spread(slots, starts, counts, size)
         positions = torch.where(slot_of_token == table.idle_slot, 0, positions)
         table.num_computed[slots] = torch.where(slots == table.idle_slot, 0, starts + counts)
-        plan = self._backend.plan_prompts(
+        plan = self._backend.plan_prefill(
             table.page_table[slots],
             table.cells(slot_of_token, positions),
             starts,
             counts,
-            self._order[6 * rows + 3 :][: self._backend.max_prompt_tiles(rows, size)],
+            self._order[6 * rows + 3 :][: self._backend.max_prefill_tiles(rows, size)],
         )
         input_ids = table.tokens[slot_of_token, positions]
-        return PromptInputs(
+        return PrefillInputs(
             ForwardBatch(input_ids, positions, logit_rows, plan), sampling_slots, sampling_positions.int()
         )
 
 
-def prompt_sizes(max_tokens: int) -> list[int]:
+def prefill_sizes(max_tokens: int) -> list[int]:
     """Numbers of tokens in steps of 64, from 512 on of 128 and from 1,024 on of 256, up to 2,048; and `max_tokens`."""
     sizes = [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, _FINE_UP_TO + 1, 256)]
     return [*(size for size in sizes if size < max_tokens), max_tokens]

@@ -105,11 +105,11 @@ class Rank:
         with _out_of_memory(_WEIGHTS_TOO_LARGE):
             model = build_model(replace(self.model_config, num_layers=min(2, self.model_config.num_layers)), placement)
             load_dummy_weights(model.weight_slots(), seed=0, device=self._device, show_progress=False)
-        tokens, max_rows = self._longest_prompt_step(), resolved(self.config.cuda_graph_max_bs)
+        tokens, max_rows = self._longest_prefill(), resolved(self.config.cuda_graph_max_bs)
         compiling = CompileAhead()
         with _out_of_memory(_STEP_TOO_LARGE[self._device.type]), compiling.noting():
             runner = self._make_runner(model, self._pages(tokens))
-            runner.rehearse([tokens, min(16, tokens), 1], max_rows, self._prompt_graph_tokens())
+            runner.rehearse([tokens, min(16, tokens), 1], max_rows, self._prefill_graph_tokens())
         del runner, model
         torch.cuda.empty_cache()
         return compiling
@@ -153,17 +153,17 @@ class Rank:
 
     def _measure_pages(self) -> int:
         """Pages that fit into `mem_fraction` of a GPU beside the weights and what the largest step was seen to take."""
-        budget, tokens = resolved(self.config.max_prefill_tokens), self._longest_prompt_step()
+        budget, tokens = resolved(self.config.max_prefill_tokens), self._longest_prefill()
         bytes_per_page = page_bytes(self.config, self.model_config, self.config.dtype)
         weight_bytes = torch.cuda.memory_allocated(self._device)
         runner = self._make_runner(self._model, self._pages(tokens))
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         state_bytes = before - weight_bytes - (self._pages(tokens) + 1) * bytes_per_page  # tables, counts, workspaces
-        runner.run(self._prompt_step(tokens))
+        runner.run(self._prefill_step(tokens))
         rows_per_step = -(-budget // tokens)  # the budget may hold several whole contexts
         step_bytes = (torch.cuda.max_memory_allocated(self._device) - before) * rows_per_step
-        step_bytes *= 2 if self._prompt_graph_tokens() else 1  # a full step's graph has memory of its own
+        step_bytes *= 2 if self._prefill_graph_tokens() else 1  # a full step's graph has memory of its own
         step_bytes += 3 * 4 * self._max_rows * self.model_config.vocab_size  # sampling in float32
         graph_rows = resolved(self.config.cuda_graph_max_bs)
         step_bytes += graph_rows * self.model_config.vocab_size * self._dtype.itemsize  # the logits of graphs
@@ -186,23 +186,23 @@ class Rank:
 
     def _warm_up(self) -> None:
         """Run what is compiled on first use, in a page that nobody holds yet, and capture graphs."""
-        self._runner.run(self._prompt_step(1))
+        self._runner.run(self._prefill_step(1))
         if self._device.type == "cuda":
-            self._runner.run(self._prompt_step(min(self.config.page_size, self.model_config.context_length, 16)))
+            self._runner.run(self._prefill_step(min(self.config.page_size, self.model_config.context_length, 16)))
             max_rows = resolved(self.config.cuda_graph_max_bs)
             if max_rows > 0:
-                self._runner.capture_graphs(max_rows, self._prompt_graph_tokens())
+                self._runner.capture_graphs(max_rows, self._prefill_graph_tokens())
 
-    def _longest_prompt_step(self) -> int:
+    def _longest_prefill(self) -> int:
         """Tokens of the longest prompt that one step computes."""
         return min(resolved(self.config.max_prefill_tokens), self.model_config.context_length)
 
-    def _prompt_graph_tokens(self) -> int:
+    def _prefill_graph_tokens(self) -> int:
         """The most tokens of a prompt step that runs as a CUDA graph; 0 where none does."""
         by_triton = self.config.attention_backend.split(",")[0] == "triton"
         return resolved(self.config.max_prefill_tokens) if by_triton and self.config.cuda_graph_max_bs else 0
 
-    def _prompt_step(self, tokens: int) -> ScheduledBatch:
+    def _prefill_step(self, tokens: int) -> ScheduledBatch:
         """A step that computes a prompt of zeros in slot 0, on the first pages."""
         return ScheduledBatch(
             step=0,

@@ -66,7 +66,7 @@ class Norm:
     eps: float
 
 
-class Stream(NamedTuple):
+class Residual(NamedTuple):
     """The residual stream of T tokens, and its next norm where the product that was added last has made it too."""
 
     x: torch.Tensor  # [T, n]
@@ -85,18 +85,18 @@ class Matrix(Protocol):
         """As it is read, [out, in] contiguous; None where it was laid out in another way."""
         ...
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + bias, of x or of its norm. x [T, in] -> [T, out], in `out` (contiguous) where that is given"""
         ...
 
-    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         """silu(first half) * second half of the product of x, or of its norm. x [T, in] -> [T, out / 2]
 
-        `ahead` is the weight that is needed next: a device may begin to fetch it.
+        `prefetch` is the weight that is needed next: a device may begin to fetch it.
         """
         ...
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
         """residual [T, out] + the product of x [T, in] -> [T, out]; may overwrite `residual`
 
         `then` is the norm that reads the sum, for who computes it at less cost here than in front of the next product.
@@ -227,18 +227,18 @@ class TorchMatrix:
     def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._kernels, self.weight, self._bias = kernels, weight, bias
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if norm is not None:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
         return linear(x, self.weight, self._bias, out)
 
-    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.silu_mul(self.product(x, norm))
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.silu_mul(self.matmul(x, norm))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
         if self._bias is not None:
-            return Stream(residual + self.product(x))
-        return Stream(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
+            return Residual(residual + self.matmul(x))
+        return Residual(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
 
 
 class TorchExperts:
@@ -259,7 +259,7 @@ class TorchExperts:
         by_expert = flat.argsort(stable=True).split(flat.bincount(minlength=len(self._down)).tolist())
         for gate_up, down, places in zip(self._gate_up, self._down, by_expert, strict=True):
             if len(places):  # in `flat`: where tokens chose this expert
-                gated = self._kernels.silu_mul(gate_up.product(x[places // per_token]))
-                outputs[places] = down.product(gated)
+                gated = self._kernels.silu_mul(gate_up.matmul(x[places // per_token]))
+                outputs[places] = down.matmul(gated)
         combined = (outputs.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)  # float32
         return residual + combined.to(residual.dtype)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
-from mini_sglang.kernels.interface import Rotation, Stream
+from mini_sglang.kernels.interface import Residual, Rotation
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -54,13 +54,13 @@ class Attention:
 
     def __call__(
         self,
-        stream: Stream,
+        stream: Residual,
         norm: RMSNorm,
         rotation: Rotation,
         plan: AttentionPlan,
         rows: torch.Tensor | None = None,
         then: RMSNorm | None = None,
-    ) -> Stream:
+    ) -> Residual:
         """x [tokens, hidden] -> x + attention(norm(x)), of all tokens or of `rows` [S] int64 alone
 
         With `post_norm`: x + norm(attention(x)). `then` is the norm in front of what comes next, where there is one.

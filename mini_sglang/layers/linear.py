@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from mini_sglang.kernels.cpu.linear import CpuMatrix
-from mini_sglang.kernels.interface import Matrix, Stream
+from mini_sglang.kernels.interface import Matrix, Residual
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import Shard, copy_shard, whole
@@ -51,23 +51,23 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of x [rows, in], or of its norm -> [rows, out], in `out` (contiguous) where that is given"""
-        return self._matrix.product(x, None if norm is None else norm.parameters, out)
+        return self._matrix.matmul(x, None if norm is None else norm.parameters, out)
 
     @property
     def weight(self) -> torch.Tensor | None:
         """[out, in] as a device reads it, for who may begin to fetch it; None where it was laid out in another way"""
         return self._matrix.weight
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None, ahead: torch.Tensor | None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None, prefetch: torch.Tensor | None) -> torch.Tensor:
         """silu(first half) * second half of the product of x, or of its norm. x [rows, in] -> [rows, out / 2]
 
-        `ahead` is the weight that is needed next: a device may begin to fetch it.
+        `prefetch` is the weight that is needed next: a device may begin to fetch it.
         """
-        return self._matrix.gated(x, None if norm is None else norm.parameters, ahead)
+        return self._matrix.gated(x, None if norm is None else norm.parameters, prefetch)
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None, then: RMSNorm | None = None
-    ) -> Stream:
+    ) -> Residual:
         """residual [rows, out] + the product of x [rows, in], or + its norm -> [rows, out]; may overwrite `residual`
 
         If `summed`, the product of all ranks' x, whose sum the residual is added to; the first rank adds the bias.
@@ -75,12 +75,12 @@ class Linear:
         """
         parallel = self._placement.parallel
         if norm is not None:
-            product = self._matrix.product(x)
+            product = self._matrix.matmul(x)
             product = parallel.all_reduce(product) if self._summed else product
-            return Stream(residual + self._placement.kernels.rms_norm(product, norm.weight, norm.eps))
+            return Residual(residual + self._placement.kernels.rms_norm(product, norm.weight, norm.eps))
         if not self._summed or parallel.size == 1:
             return self._matrix.add_to(residual, x, None if then is None else then.parameters)
-        return Stream(parallel.all_reduce(self._matrix.product(x), residual))
+        return Residual(parallel.all_reduce(self._matrix.matmul(x), residual))
 
     @property
     def _matrix(self) -> Matrix:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mini_sglang.kernels.interface import Stream
+from mini_sglang.kernels.interface import Residual
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -20,10 +20,10 @@ class GatedMLP:
         self._gate_up = Linear(config.hidden_size, parts, placement, bias=config.mlp_bias)
         self._down = Linear(size, {"down_proj": config.hidden_size}, placement, bias=config.mlp_bias, summed=True)
 
-    def __call__(self, stream: Stream, norm: RMSNorm, then: RMSNorm | None = None) -> Stream:
+    def __call__(self, stream: Residual, norm: RMSNorm, then: RMSNorm | None = None) -> Residual:
         """x [tokens, hidden] -> x + mlp(norm(x)), with `post_norm` x + norm(mlp(x)); `then` as in `Attention`"""
         before, after = (None, norm) if self._post_norm else (norm, None)
-        gated = self._gate_up.gated(*stream.before(before), ahead=self._down.weight)
+        gated = self._gate_up.gated(*stream.before(before), prefetch=self._down.weight)
         return self._down.add_to(stream.x, gated, after, then)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:

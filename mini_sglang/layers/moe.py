@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.interface import Stream
+from mini_sglang.kernels.interface import Residual
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -36,16 +36,16 @@ class MixtureOfExperts:
         self._down = torch.empty(number, hidden, size, dtype=placement.dtype, device=placement.device)
         self._experts = placement.kernels.experts(self._gate_up, self._down)
 
-    def __call__(self, stream: Stream, norm: RMSNorm, then: RMSNorm | None = None) -> Stream:
+    def __call__(self, stream: Residual, norm: RMSNorm, then: RMSNorm | None = None) -> Residual:
         """x [tokens, hidden] -> x + the weighted sum of the chosen experts' outputs for norm(x)"""
         x, normed = stream
         if normed is None:
             normed = self._kernels.rms_norm(x, norm.weight, norm.eps)
         ids, weights = self._kernels.route(self._router(normed), self._experts_per_token, normalize=self._normalize)
         if self._parallel.size == 1:
-            return Stream(self._experts.add_to(x, normed, ids, weights))
+            return Residual(self._experts.add_to(x, normed, ids, weights))
         part = self._experts.add_to(torch.zeros_like(x), normed, ids, weights)
-        return Stream(self._parallel.all_reduce(part, x))
+        return Residual(self._parallel.all_reduce(part, x))
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._router.weight_slots(prefix)

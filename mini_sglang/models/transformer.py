@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from mini_sglang.attention.base import AttentionPlan
-from mini_sglang.kernels.interface import Rotation, Stream
+from mini_sglang.kernels.interface import Residual, Rotation
 from mini_sglang.layers.embedding import Embedding, OutputHead
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -22,19 +22,19 @@ from mini_sglang.weights.tensor import WeightSlot
 class AttentionPart(Protocol):
     def __call__(
         self,
-        stream: Stream,
+        stream: Residual,
         norm: RMSNorm,
         rotation: Rotation,
         plan: AttentionPlan,
         rows: torch.Tensor | None,
         then: RMSNorm | None,
-    ) -> Stream: ...
+    ) -> Residual: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
 
 class MLPPart(Protocol):
-    def __call__(self, stream: Stream, norm: RMSNorm, then: RMSNorm | None) -> Stream: ...
+    def __call__(self, stream: Residual, norm: RMSNorm, then: RMSNorm | None) -> Residual: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
@@ -72,7 +72,7 @@ class Transformer:
 
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """-> what the blocks make of the tokens in `batch.logit_rows` [S, hidden_size]"""
-        stream = Stream(self._embedding(batch.input_ids))
+        stream = Residual(self._embedding(batch.input_ids))
         *rotations, last_rotation = self._rotary.at(batch.positions)
         for (block, following), rotation in zip(pairwise(self._blocks), rotations, strict=True):
             stream = block(stream, rotation, batch.plan, then=following.attention_norm)
@@ -117,13 +117,13 @@ class Block:
 
     def __call__(
         self,
-        stream: Stream,
+        stream: Residual,
         rotation: Rotation,
         plan: AttentionPlan,
         *,
         rows: torch.Tensor | None = None,
         then: RMSNorm | None = None,
-    ) -> Stream:
+    ) -> Residual:
         """x [tokens, hidden] -> the same shape; with `rows` [S] int64 only these go on behind attention
 
         `then` is the next layer's norm, which may be computed here already.

@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # bytes that a thread reads at once
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class DirectSum:
+class SymmMemAllReduce:
     """Sums tensors of `dtype` over all ranks, in any step."""
 
     def __init__(self, store: Any, nccl: Any, name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -31,7 +31,7 @@ class DirectSum:
 
         `name` is the same on all ranks, and new. Raises RuntimeError where GPUs cannot reach each other's memory.
         """
-        from mini_sglang.kernels.triton.one_shot_all_reduce import push_sum  # Triton, where there are GPUs
+        from mini_sglang.kernels.triton.one_shot_all_reduce import one_shot_all_reduce  # Triton, where there are GPUs
 
         rank, size = nccl.rank(), nccl.size()
         self._store = CountingFromZero(store)
@@ -40,7 +40,7 @@ class DirectSum:
         group._register_backend(device, _c10d.ProcessGroup.BackendType.NCCL, nccl)
         group._set_group_name(name)
         _c10d._register_process_group(name, group)  # type: ignore[arg-type]  # takes a name
-        self._group, self._rank, self._dtype, self._push_sum = name, rank, dtype, push_sum
+        self._group, self._rank, self._dtype, self._one_shot_all_reduce = name, rank, dtype, one_shot_all_reduce
         self.push_bytes = _MAX_BYTES if size == 2 else _PUSH_BYTES
         self.max_bytes = _MAX_BYTES if size == 2 or size in _TWO_SHOT_SIZES else _PUSH_BYTES
         self._inbox = symmetric_memory.empty(2, size, self.push_bytes // 4, dtype=torch.int64, device=device)
@@ -63,7 +63,7 @@ class DirectSum:
     def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x, which becomes the sum of all ranks', plus `residual`: like x, and the same on all ranks."""
         if self._two_shot is None or x.nbytes <= self.push_bytes:
-            self._push_sum(x, self._inbox, self._inboxes, self._count, self._rank, residual)
+            self._one_shot_all_reduce(x, self._inbox, self._inboxes, self._count, self._rank, residual)
             return x
         buffer = self._two_shot[: x.numel()].view(x.shape)
         buffer.copy_(x)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from mini_sglang.parallel.sharding import HeadShards, Shard, shard_evenly, shard_heads
-from mini_sglang.parallel.symm_mem import DirectSum
+from mini_sglang.parallel.symm_mem import SymmMemAllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Collectives:
     """The operations of `TensorParallel` over a process group of torch's, gloo's or NCCL's."""
 
     def __init__(
-        self, group: Any, device: torch.device, direct: DirectSum | None = None, *, in_order: bool = False
+        self, group: Any, device: torch.device, direct: SymmMemAllReduce | None = None, *, in_order: bool = False
     ) -> None:
         self._group = group
         self._device = device
@@ -112,7 +112,7 @@ class Collectives:
         return x if residual is None else x.add_(residual)
 
     def _sum_in_order(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """In the order of the ranks, in float32, rounded once, as `push_sum` does it
+        """In the order of the ranks, in float32, rounded once, as `one_shot_all_reduce` does it
 
         NCCL's order depends on a tensor's size and an element's place in it, and it rounds before the residual.
         """
@@ -184,9 +184,11 @@ def connect_gpus(
         nccl = _c10d.ProcessGroupNCCL(store, rank, size, options)
         nccl.eager_connect_single_device(device)
     small_sums = None
-    direct = direct and not (in_order and size > 2)  # between two all goes through push_sum, which sums in order
-    if direct and DirectSum.is_possible(dtype, size):
-        small_sums = DirectSum(store, nccl, name, device, dtype)
+    direct = direct and not (
+        in_order and size > 2
+    )  # between two all goes through one_shot_all_reduce, which sums in order
+    if direct and SymmMemAllReduce.is_possible(dtype, size):
+        small_sums = SymmMemAllReduce(store, nccl, name, device, dtype)
     if rank == 0:
         small = "NCCL too" if small_sums is None else "symmetric memory"
         logger.info("%d ranks sum through NCCL, small tensors through %s", size, small)

@@ -40,7 +40,7 @@ class _Holding:
     node: Node | None = None  # deepest node whose pages the request holds, locked; None: holds nothing
     num_pages: int = 0  # pages from the root to the end of `node`; the same pages as in the page table
     tail: Node | None = None  # the request's own page in the tree with fewer tokens than a page, locked
-    spoiled: bool = False  # a step that should have filled its pages failed
+    invalid: bool = False  # a step that should have filled its pages failed
     last_match: tuple[int, int] = (-1, 0)  # (version of the tree, tokens matched), to look up once per change
 
 
@@ -134,7 +134,7 @@ class KVCacheManager:
             self._copies.append((match.partial_page, own[0]))
         request.page_ids = shared + own
         request.num_computed_tokens = match.num_tokens
-        self._announce(request, 0, request.page_ids.copy())
+        self._send_pages(request, 0, request.page_ids.copy())
         return True
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -146,7 +146,7 @@ class KVCacheManager:
             return False
         first, pages = len(request.page_ids), self._take(needed)
         request.page_ids += pages
-        self._announce(request, first, pages)
+        self._send_pages(request, first, pages)
         return True
 
     def _take(self, count: int) -> list[int]:
@@ -161,7 +161,7 @@ class KVCacheManager:
         self._allocator.release(pages)
         return len(pages)
 
-    def _announce(self, request: Request, first: int, pages: list[int]) -> None:
+    def _send_pages(self, request: Request, first: int, pages: list[int]) -> None:
         self._new_pages.setdefault(request, []).append((first, pages))
 
     def take_changes(self) -> tuple[list[NewPages], list[tuple[int, int]]]:
@@ -188,7 +188,7 @@ class KVCacheManager:
         holding = self._holding(request)
         for index, page in self._publish(request, holding, tail):
             self._replaced.append((step, page))
-            self._announce(request, index, [request.page_ids[index]])
+            self._send_pages(request, index, [request.page_ids[index]])
 
     def _publish(self, request: Request, holding: _Holding, tail: bool) -> list[tuple[int, int]]:
         """Put computed pages into the tree; returns (index in the page table, own page) of those that were replaced."""
@@ -227,7 +227,7 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Take all pages back, leaving what they hold in the cache. No launched step may contain the request."""
         holding = self._holding(request)
-        if not self.is_spoiled(request):
+        if not self.is_invalid(request):
             replaced = self._publish(request, holding, tail=True)
             self._allocator.release(page for _, page in replaced)
         self._new_pages.pop(request, None)
@@ -238,7 +238,7 @@ class KVCacheManager:
         self._allocator.release(reversed(request.page_ids))
         request.page_ids = []
         request.num_computed_tokens = 0
-        holding.node, holding.num_pages, holding.tail, holding.spoiled = None, 0, None, False
+        holding.node, holding.num_pages, holding.tail, holding.invalid = None, 0, None, False
 
     def forget(self, request: Request) -> None:
         """Drop what is known of a request that holds no pages and has ended."""
@@ -249,10 +249,10 @@ class KVCacheManager:
         while self._replaced and self._replaced[0][0] <= step:
             self._allocator.release([self._replaced.popleft()[1]])
 
-    def spoil(self, request: Request, num_tokens: int) -> None:
+    def invalidate(self, request: Request, num_tokens: int) -> None:
         """Only the first `num_tokens` computed tokens of the request can be trusted: unpublish its pages beyond."""
         holding = self._holdings[request]
-        holding.spoiled = True
+        holding.invalid = True
         keep = num_tokens // self.page_size
         if holding.node is None:
             return
@@ -262,14 +262,14 @@ class KVCacheManager:
         if holding.num_pages > keep:
             self._allocator.release(self._tree.detach(holding.node, holding.num_pages, keep))
 
-    def announce_again(self, request: Request) -> None:
+    def resend_page_table(self, request: Request) -> None:
         """Send the request's whole page table with the next step, since the executor may not have taken in the last."""
         self._new_pages[request] = [(0, request.page_ids.copy())]
 
-    def is_spoiled(self, request: Request) -> bool:
-        """Whether the request uses pages that some `spoil` cut out of the cache."""
+    def is_invalid(self, request: Request) -> bool:
+        """Whether the request uses pages that some `invalidate` cut out of the cache."""
         holding = self._holdings[request]
-        return holding.spoiled or (holding.node is not None and holding.node.dead)
+        return holding.invalid or (holding.node is not None and holding.node.dead)
 
     # -- checking -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class KVCacheManager:
         tokens = [token for node in reversed(path) for token in node.tokens]
         if any(node.locks < 1 for node in path):
             raise RuntimeError(f"request {request.request_id} holds a path that is not locked")
-        if holding.spoiled or (path and path[0].dead):
+        if holding.invalid or (path and path[0].dead):
             return
         if pages != request.page_ids[: holding.num_pages] or tokens != holding.tokens[: len(tokens)].tolist():
             raise RuntimeError(f"request {request.request_id} does not hold the pages of its path")

@@ -14,13 +14,13 @@ from mini_sglang.request import Request
 WINDOW = 128  # waiting requests looked at in one step
 MAX_OVERTAKEN = 32  # admissions that may pass the longest waiting request under lpm
 
-Rank = tuple[int, int]
+SortKey = tuple[int, int]
 
 
 class Policy:
     """First come, first served."""
 
-    def rank(self, request: Request) -> Rank:
+    def sort_key(self, request: Request) -> SortKey:
         """Sorts the queue of waiting requests and the list of running ones. Of the latter the last is preempted."""
         return (0, request.arrival)
 
@@ -35,7 +35,7 @@ class Policy:
 class PriorityPolicy(Policy):
     """Smaller `priority` first, equal ones in order of arrival. A large one may wait for ever: that is what it asks."""
 
-    def rank(self, request: Request) -> Rank:
+    def sort_key(self, request: Request) -> SortKey:
         return (request.priority, request.arrival)
 
 

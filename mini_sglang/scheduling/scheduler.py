@@ -121,7 +121,7 @@ class Scheduler:
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=self._policy.rank)
+        insort(self._waiting, request, key=self._policy.sort_key)
         self._is_full = False
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -198,7 +198,7 @@ class Scheduler:
             self._free_slots.append(request.slot)
             request.slot = None
         if request.status is RequestStatus.WAITING:
-            insort(self._waiting, request, key=self._policy.rank)
+            insort(self._waiting, request, key=self._policy.sort_key)
         else:
             self.kv.forget(request)
 
@@ -207,7 +207,7 @@ class Scheduler:
         return bool(self._launched) and request.last_step >= self._launched[0].batch.step
 
     def _remove(self, requests: list[Request], request: Request) -> None:
-        del requests[bisect_left(requests, self._policy.rank(request), key=self._policy.rank)]
+        del requests[bisect_left(requests, self._policy.sort_key(request), key=self._policy.sort_key)]
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Scheduler:
     def _publish_running(self) -> None:
         """Let the cache know the pages that streams have filled: only a match can see the difference, so it waits."""
         for request in self._running:
-            if not self.kv.is_spoiled(request):
+            if not self.kv.is_invalid(request):
                 self.kv.commit(request, self._counters.steps)
         self._free_replaced()
 
@@ -333,7 +333,7 @@ class Scheduler:
         """Move an admitted request from waiting to running and give it a slot."""
         self._policy.admitted(request, self._waiting)
         self._remove(self._waiting, request)
-        insort(self._running, request, key=self._policy.rank)
+        insort(self._running, request, key=self._policy.sort_key)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         new_rows.append(self._new_row(request, request.slot))
@@ -460,7 +460,7 @@ class Scheduler:
         del self._launched[index]
         for launched in [failed, *later]:
             for row, request in zip(launched.batch.rows, launched.requests, strict=True):
-                self.kv.spoil(request, row.start)
+                self.kv.invalidate(request, row.start)
         outputs = []
         for request in failed.requests:
             steps = [launched.batch.step for launched in self._launched if request in launched.requests]
@@ -468,10 +468,10 @@ class Scheduler:
             if request.status is not RequestStatus.FINISHED:
                 outputs.append(self._end_without_token(request, FinishReason.ERROR, error))
         for request in [*self._running, *self._leaving]:
-            if request.status is not RequestStatus.FINISHED and self.kv.is_spoiled(request):
+            if request.status is not RequestStatus.FINISHED and self.kv.is_invalid(request):
                 self._restart(request)
         for request in self._running:
-            self.kv.announce_again(request)
+            self.kv.resend_page_table(request)
         self._note_read_steps()
         return StepOutputs(others=outputs)
 
@@ -535,7 +535,7 @@ class Scheduler:
         if missing:
             raise RuntimeError(f"requests are nowhere: {missing}")
         for name, requests in (("waiting", self._waiting), ("running", self._running)):
-            ranks = [self._policy.rank(request) for request in requests]
+            ranks = [self._policy.sort_key(request) for request in requests]
             if ranks != sorted(set(ranks)):
                 raise RuntimeError(f"the {name} requests are not in order: {ranks}")
         for request in with_slot:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mini_sglang.attention.base import AttentionMetadata, AttentionPlan, GraphBackend
+from mini_sglang.attention.base import AttentionMetadata, AttentionPlan, DecodeGraphBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferencePlan
 from mini_sglang.attention.select import Backends, make_backends
@@ -238,7 +238,7 @@ def test_decodes_planned_on_the_device_equal_float64(subject: Subject) -> None:
     page_size, head_dim = subject.page_sizes[-1], subject.head_dims[-1]
     steps = Steps(subject, rows, page_size=page_size, heads=4, kv_heads=2, head_dim=head_dim)
     backend = steps.backends.decode
-    if not isinstance(backend, GraphBackend):
+    if not isinstance(backend, DecodeGraphBackend):
         pytest.skip(f"{subject.names} plans on the host")
     lengths = torch.tensor([start + 1 for start, _ in rows], dtype=torch.int32, device=steps.device)
     steps.attend(rows, backend.plan_decode(steps.table.to(steps.device), steps.cells(rows), lengths))

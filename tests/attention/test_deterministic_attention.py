@@ -42,12 +42,12 @@ def test_deterministic_plans_give_a_token_the_same_bits_in_every_step() -> None:
     assert torch.equal(attend(backend, (1, 5, 30), (0, 0, 37), (2, 20, 21))[25:62], whole)
     chunks = [attend(backend, (0, 0, 11)), attend(backend, (0, 11, 12), (1, 0, 9))[:1], attend(backend, (0, 12, 37))]
     assert torch.equal(torch.cat(chunks), whole)
-    in_graph = backend.plan_prompts(  # rows 1 and 0, one spare row, three spare tokens
+    in_graph = backend.plan_prefill(  # rows 1 and 0, one spare row, three spare tokens
         table[[1, 0, 2, 2]],
         torch.empty(0, dtype=torch.int64),
         torch.tensor([5, 0, 0, 0], device=DEVICE),
         torch.tensor([25, 37, 0, 3], device=DEVICE),
-        torch.tensor(backend.prompt_tiles([5, 0], [25, 37], backend.max_prompt_tiles(3, 65), 3), device=DEVICE),
+        torch.tensor(backend.prefill_tiles([5, 0], [25, 37], backend.max_prefill_tiles(3, 65), 3), device=DEVICE),
     )
     assert torch.equal(in_graph.attend(torch.cat((q[1, 5:30], q[0], q[2, :3])), 0)[25:62], whole)
     for position in (0, 15, 16, 36):
@@ -65,10 +65,10 @@ def test_idle_tiles_write_nothing_behind_a_full_step(heads: int) -> None:
         num_layers=1, num_pages=8, page_size=16, num_kv_heads=1, head_dim=64, dtype=torch.float32, device=device
     )
     backend = TritonBackend(pool, num_heads=heads, dtype=torch.float32, max_rows=4, deterministic=True)
-    tiles = backend.prompt_tiles([0], [8], backend.max_prompt_tiles(2, 8), idle_row=2)
+    tiles = backend.prefill_tiles([0], [8], backend.max_prefill_tiles(2, 8), idle_row=2)
     with device:
         table, starts, counts = torch.zeros(3, 4, dtype=torch.int64), torch.tensor([0, 0, 0]), torch.tensor([8, 0, 0])
-        backend.plan_prompts(table, torch.arange(8), starts, counts, torch.tensor(tiles))
+        backend.plan_prefill(table, torch.arange(8), starts, counts, torch.tensor(tiles))
         out, q = torch.zeros(9, heads, 64), torch.randn(8, heads, 64)
     backend.decode.run(q, pool.key_cells[0], pool.value_cells[0], table, out[:8])
     assert not out[8].any()

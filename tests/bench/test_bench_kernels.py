@@ -11,7 +11,7 @@ import torch
 from mini_sglang.bench.kernel_time import GROUPS
 from mini_sglang.bench.kernels import Case, cases, measure_kernels, ragged_lengths
 from mini_sglang.bench.roofline import Ceilings
-from mini_sglang.kernels.interface import Stream
+from mini_sglang.kernels.interface import Residual
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
 from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
@@ -59,7 +59,7 @@ def test_every_kernel_runs(group: str) -> None:
         if "cuDNN" not in case.kernel:
             for call in case.calls:
                 result = call()
-                if isinstance(result, Stream) and result.normed is None:
+                if isinstance(result, Residual) and result.normed is None:
                     result = result.x
                 for tensor in result if isinstance(result, tuple) else [result]:
                     assert isinstance(tensor, torch.Tensor)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.triton_backend import TritonBackend
 from mini_sglang.execution import prefill_graph
-from mini_sglang.execution.prefill_graph import PromptGraphs, PromptOrder, prompt_sizes
+from mini_sglang.execution.prefill_graph import PackedInputs, PrefillGraphs, prefill_sizes
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.scheduling.batch import Row
 
@@ -73,7 +73,7 @@ def test_an_order_means_what_the_host_plans(backend: TritonBackend, step: tuple[
 
     want = host.expand(rows)
     want_attended = backend.plan(want.attention).attend(q[:num_tokens], 0)
-    order = PromptOrder(device, backend, MAX_ROWS, MAX_TOKENS)
+    order = PackedInputs(device, backend, MAX_ROWS, MAX_TOKENS)
     order.send([Row(0, 0, CONTEXT, True)] * MAX_ROWS, MAX_TOKENS)  # what an earlier step leaves behind
     order.send(rows, size)
     forward, slots, positions = order.inputs(size)
@@ -95,7 +95,7 @@ def test_an_order_means_what_the_host_plans(backend: TritonBackend, step: tuple[
 
 def test_sizes_ascend_to_the_budget_alone() -> None:
     for budget in (1, 64, 65, 700, 2048, 8192):
-        sizes = prompt_sizes(budget)
+        sizes = prefill_sizes(budget)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == budget
 
@@ -120,7 +120,7 @@ def test_long_prompts_of_large_steps_have_no_graph_if_other_tiles_suit_them(
     )
     backend = TritonBackend(pool, num_heads=HEADS, dtype=dtype, max_rows=MAX_ROWS)
     never_called: Any = None
-    graphs = PromptGraphs(never_called, make_table(), backend, MAX_ROWS, prompt_sizes(8192), None)
+    graphs = PrefillGraphs(never_called, make_table(), backend, MAX_ROWS, prefill_sizes(8192), None)
     assert graphs.fits([Row(0, 0, 8192, True)]) != apart
     assert graphs.fits([Row(0, 8192, 1, True), Row(1, 1500, 8191, True)]) != apart, "in the middle of one"
     assert graphs.fits([Row(slot, 0, 1500, True) for slot in range(3)] + [Row(3, 9000, 3500, True)]) != apart

@@ -10,7 +10,7 @@ import pytest
 
 from mini_sglang.execution.cuda_graph import DecodeGraphs, StepGraphs, graph_sizes
 from mini_sglang.execution.executor import Executor
-from mini_sglang.execution.prefill_graph import PromptGraphs
+from mini_sglang.execution.prefill_graph import PrefillGraphs
 from mini_sglang.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -52,13 +52,13 @@ def test_prompt_and_decode_steps_are_replays(
         monkeypatch.setattr(owner, method, counting)
 
     with on_gpu(tiny_model.path) as engine:
-        for owner, method in ((Executor, "launch"), (PromptGraphs, "replay"), (DecodeGraphs, "replay")):
+        for owner, method in ((Executor, "launch"), (PrefillGraphs, "replay"), (DecodeGraphs, "replay")):
             count(owner, method)
         count(StepGraphs, "replay")
         generate(engine, prompts_of(12), num_tokens=6, arrivals=arrivals)
-    assert counts["PromptGraphs"] >= 12 // arrivals
+    assert counts["PrefillGraphs"] >= 12 // arrivals
     assert counts["DecodeGraphs"] >= 5
-    assert counts["PromptGraphs"] + counts["DecodeGraphs"] == counts["StepGraphs"] == counts["Executor"]
+    assert counts["PrefillGraphs"] + counts["DecodeGraphs"] == counts["StepGraphs"] == counts["Executor"]
 
 
 @pytest.mark.parametrize("largest_graph", [8, 16])

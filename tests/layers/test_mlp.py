@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from mini_sglang.kernels.interface import Stream, TorchKernels
+from mini_sglang.kernels.interface import Residual, TorchKernels
 from mini_sglang.layers.mlp import GatedMLP
 from mini_sglang.layers.norm import RMSNorm
 from mini_sglang.layers.placement import Placement
@@ -45,7 +45,7 @@ def computed(parallel: TensorParallel, post_norm: bool) -> torch.Tensor:
     mlp, norm = GatedMLP(CONFIG, placement, 0, post_norm=post_norm), RMSNorm(32, 1e-5, placement)
     for name, slot in {**mlp.weight_slots("mlp"), "norm.weight": norm.weight_slot()}.items():
         slot.load(tensor(name, *slot.shape))
-    return mlp(Stream(X.clone()), norm).x
+    return mlp(Residual(X.clone()), norm).x
 
 
 def defined(post_norm: bool) -> torch.Tensor:

@@ -126,10 +126,10 @@ def test_naive_reuses_nothing_and_frees_everything() -> None:
     kv.check()
 
 
-def test_spoiled_pages_cannot_be_found_any_more() -> None:
+def test_invalid_pages_cannot_be_found_any_more() -> None:
     kv = KVCacheManager(num_pages=8, page_size=2)
     running = start(kv, [1, 2, 3, 4, 5])
-    kv.spoil(running, 2)
+    kv.invalidate(running, 2)
     assert kv.match(request([1, 2, 3, 4, 5])).num_tokens == 2
     kv.check()
     kv.release(running)
@@ -189,14 +189,14 @@ class ManagerMachine(RuleBasedStateMachine):
         for running in self.active:
             self.kv.commit(running, self.step)
 
-    @rule(which=st.integers(0, 100), spoil_from=st.one_of(st.none(), st.none(), st.integers(0, 30)))
-    def leave(self, which: int, spoil_from: int | None) -> None:
+    @rule(which=st.integers(0, 100), invalid_from=st.one_of(st.none(), st.none(), st.integers(0, 30)))
+    def leave(self, which: int, invalid_from: int | None) -> None:
         if not self.active:
             return
         running = self.active.pop(which % len(self.active))
-        if spoil_from is not None:
-            self.kv.spoil(running, spoil_from)
-            for other in [other for other in self.active if self.kv.is_spoiled(other)]:
+        if invalid_from is not None:
+            self.kv.invalidate(running, invalid_from)
+            for other in [other for other in self.active if self.kv.is_invalid(other)]:
                 self.active.remove(other)
                 self.kv.release(other)
                 self.kv.forget(other)

@@ -20,7 +20,7 @@ def test_only_a_window_of_the_queue_is_looked_at() -> None:
 
 
 def test_priority_ranks_by_priority_then_arrival() -> None:
-    ranked = sorted(requests(7), key=PriorityPolicy().rank)
+    ranked = sorted(requests(7), key=PriorityPolicy().sort_key)
     assert [request.arrival for request in ranked] == [0, 3, 6, 1, 4, 2, 5]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.interface import Kernels, Norm, Stream
+from mini_sglang.kernels.interface import Kernels, Norm, Residual
 from mini_sglang.weights.tensor import QuantizedBlocks
 
 _EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
@@ -27,19 +27,19 @@ class CpuMatrix:
         self._dense = PrepackedMatrix(weight, bias)
         self._int4 = Int4Matrix(blocks, bias) if blocks is not None and Int4Matrix.supports(blocks) else None
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if norm is not None:
             x = self._kernels.rms_norm(x, norm.weight, norm.eps)
         y = self._dense.multiply(x) if self._int4 is None or len(x) > _MAX_PACKED_ROWS else self._int4.multiply(x)
         return y if out is None else out.copy_(y)
 
-    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.silu_mul(self.product(x, norm))
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.silu_mul(self.matmul(x, norm))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
         if self._int4 is None or len(x) > _MAX_PACKED_ROWS:
-            return Stream(self._dense.multiply_add(x, residual))
-        return Stream(residual + self._int4.multiply(x))
+            return Residual(self._dense.multiply_add(x, residual))
+        return Residual(residual + self._int4.multiply(x))
 
     @staticmethod
     def available(dtype: torch.dtype) -> bool:

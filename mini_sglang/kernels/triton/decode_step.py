@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _BLOCK = 512  # page ids copied at a time
 _PAGES_AT_ONCE = 128  # fetched from the host's memory
@@ -63,7 +63,7 @@ def decode_inputs(
         PAGE_SIZE=page_size,
         BLOCK=_BLOCK,
         num_warps=4,
-        **overlapped(device),
+        **pdl_launch(device),
     )
     return inputs
 
@@ -98,7 +98,7 @@ def take_pages(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor
         CAPACITY=(width - 1) // 2,
         BLOCK=_PAGES_AT_ONCE,
         num_warps=1,  # one warp has read the count of steps before it changes it
-        **overlapped(page_table.device),
+        **pdl_launch(page_table.device),
     )
 
 
@@ -128,7 +128,7 @@ def leave_tokens(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tenso
         CAPACITY=capacity,
         BLOCK=_TOKENS_AT_ONCE,
         num_warps=4,
-        **overlapped(token_ids.device),
+        **pdl_launch(token_ids.device),
     )
 
 
@@ -145,9 +145,9 @@ def _take_pages_kernel(
     DEPTH: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     step = tl.load(begun)
     entry = ring + step % DEPTH * (1 + 2 * CAPACITY)
     number = tl.load(entry, volatile=True)  # the host writes it anew for every step
@@ -169,11 +169,11 @@ def _leave_tokens_kernel(
     DEPTH: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = ring + (tl.load(begun) - 1) % DEPTH * CAPACITY
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     token_id = tl.load(token_ids + row, mask=row < rows)
     tl.store(entry + row, token_id, mask=row < rows)
 
@@ -193,14 +193,14 @@ def _decode_inputs_kernel(
     pages,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(num_computed + slot)
     token = tl.load(tokens + slot * tokens_stride + position)
     last_page = position // PAGE_SIZE
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     tl.store(input_ids + row, token)
     tl.store(positions + row, position)
     tl.store(lengths + row, (position + 1).to(tl.int32))

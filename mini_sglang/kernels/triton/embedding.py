@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 
 def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
             SIZE=size,
             BLOCK=block,
             num_warps=max(1, min(8, block // 512)),
-            **overlapped(table.device),
+            **pdl_launch(table.device),
         )
     return out
 
@@ -39,9 +39,9 @@ def embedding_reference(token_ids: torch.Tensor, table: torch.Tensor) -> torch.T
 
 
 @triton.jit
-def _embedding_kernel(token_ids, table, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _embedding_kernel(token_ids, table, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     token_id = tl.load(token_ids + row).to(tl.int64)
     tl.store(out + row * SIZE + at, tl.load(table + token_id * SIZE + at, mask=at < SIZE), mask=at < SIZE)

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_sglang.kernels.triton.matmul import ROW_TILES, banded_tile
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 from mini_sglang.kernels.triton.routing import ExpertOrder, most_tiles, sort_by_expert
 
 _PROGRAMS = 264  # what a product should at least be cut into: two programs for each multiprocessor of an H100
@@ -161,7 +161,7 @@ def expert_product(
         ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlapped(x.device),
+        **pdl_launch(x.device),
     )
     return out
 
@@ -177,7 +177,7 @@ def combine(residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor
         TOP_K=weights.shape[1],
         BLOCK=_COMBINE_BLOCK,
         num_warps=4,
-        **overlapped(residual.device),
+        **pdl_launch(residual.device),
     )
     return residual
 
@@ -212,13 +212,13 @@ def _grouped_matmul_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     ROW_TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """weight is a tensor descriptor over all experts' rows: columns beyond the last are computed and not stored."""
     tile, column_tile = banded_tile(num_tiles, tl.cdiv(COLUMNS, BLOCK_COLUMNS), ROW_TILES)
     first_column = column_tile * BLOCK_COLUMNS
     if GATED:
-        await_inputs(OVERLAP)
+        pdl_wait(PDL)
     if SORTED:
         expert = tl.load(tiles + tile)
         begin = tl.load(tiles + num_tiles + tile)
@@ -228,7 +228,7 @@ def _grouped_matmul_kernel(
         begin = tile
         end = tile + 1
     if not GATED:
-        await_inputs(OVERLAP)  # only now: what was chosen was written two kernels ago
+        pdl_wait(PDL)  # only now: what was chosen was written two kernels ago
     if begin >= end:
         return
     first_weight = expert * (2 * COLUMNS if GATED else COLUMNS) + first_column
@@ -297,14 +297,14 @@ def _combine_kernel(
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = tl.cdiv(SIZE, BLOCK)
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     there = at < SIZE
     acc = tl.zeros([BLOCK], tl.float32)
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     for place in tl.static_range(TOP_K):
         choice = token * TOP_K + place
         acc += tl.load(weights + choice) * tl.load(outputs + choice * SIZE + at, mask=there, other=0.0).to(tl.float32)

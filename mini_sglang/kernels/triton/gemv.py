@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mini_sglang.kernels.interface import Norm
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 MAX_ROWS = 2  # for more the tensor cores are worth their launches
 
@@ -105,7 +105,7 @@ def gemv(
         RESIDUAL=residual is not None,
         AHEAD=tuning.ahead,
         num_warps=tuning.num_warps,
-        **overlapped(x.device),
+        **pdl_launch(x.device),
     )
     return out
 
@@ -150,7 +150,7 @@ def _gemv_kernel(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
@@ -169,7 +169,7 @@ def _gemv_kernel(
         scale = tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
     places = out + (row * N)[:, None] + outputs[None, :]
     mask = (row < rows)[:, None] & (outputs < N)[None, :]
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     if RESIDUAL:  # fetched beside x, not behind the sums
         addend = tl.load(places, mask=mask, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)

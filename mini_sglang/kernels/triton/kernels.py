@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.interface import KVCells, Matrix, Norm, Rotation, Stream, linear
+from mini_sglang.kernels.interface import KVCells, Matrix, Norm, Residual, Rotation, linear
 from mini_sglang.kernels.triton.embedding import embedding
 from mini_sglang.kernels.triton.experts import experts
 from mini_sglang.kernels.triton.gemv import MAX_ROWS, gemv
@@ -13,7 +13,7 @@ from mini_sglang.kernels.triton.rms_norm import rms_norm
 from mini_sglang.kernels.triton.rope_store import rope_store
 from mini_sglang.kernels.triton.routing import route
 from mini_sglang.kernels.triton.silu_mul import silu_mul
-from mini_sglang.kernels.triton.small_gemm import gated_tile, product_in_parts
+from mini_sglang.kernels.triton.small_gemm import gated_tile, split_k_matmul
 
 
 class TritonKernels:
@@ -75,27 +75,27 @@ class TritonMatrix:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self._bias = weight, bias
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
             return gemv(x, self.weight, bias=self._bias, norm=norm, out=out)
         return linear(_normed(x, norm, self.weight), self.weight, self._bias, out)
 
-    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         if _is_few(x):
             return gemv(x, self.weight, bias=self._bias, norm=norm, gated=True)
         tile = gated_tile(len(x), self.weight)
         if tile is None:
-            return silu_mul(self.product(x, norm), ahead=ahead)
+            return silu_mul(self.matmul(x, norm), prefetch=prefetch)
         return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True, tile=tile)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
         if _is_few(x):
-            return Stream(gemv(x, self.weight, bias=self._bias, residual=residual))
+            return Residual(gemv(x, self.weight, bias=self._bias, residual=residual))
         if self._bias is not None:
-            return Stream(residual + self.product(x))
-        if then is not None and (parts := product_in_parts(x, self.weight)) is not None:
-            return Stream(residual, rms_norm(residual, then.weight, then.eps, parts=parts))
-        return Stream(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
+            return Residual(residual + self.matmul(x))
+        if then is not None and (parts := split_k_matmul(x, self.weight)) is not None:
+            return Residual(residual, rms_norm(residual, then.weight, then.eps, parts=parts))
+        return Residual(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
 
 
 class InvariantMatrix:
@@ -104,14 +104,14 @@ class InvariantMatrix:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self._bias = weight, bias
 
-    def product(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(_normed(x, norm, self.weight), self.weight, self._bias, out=out)
 
-    def gated(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Stream:
-        return Stream(matmul(x, self.weight, self._bias, residual=residual))
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
+        return Residual(matmul(x, self.weight, self._bias, residual=residual))
 
 
 class TritonExperts:
@@ -124,8 +124,8 @@ class TritonExperts:
         return experts(residual, x, ids, weights, self._gate_up, self._down, deterministic=self._deterministic)
 
 
-def _normed(x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor) -> torch.Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps, ahead=ahead)
+def _normed(x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps, prefetch=prefetch)
 
 
 def _is_few(x: torch.Tensor) -> bool:

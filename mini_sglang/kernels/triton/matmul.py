@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _PROGRAMS = 128  # what a step should at least be cut into: about one program for each multiprocessor of an H100
 ROW_TILES = 8  # whose programs follow each other, so that they find the weights' columns in the L2 cache
@@ -155,7 +155,7 @@ def _launch(
         ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlapped(x.device),
+        **pdl_launch(x.device),
     )
 
 
@@ -231,7 +231,7 @@ def _matmul_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     ROW_TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """weight is a tensor descriptor: what lies outside reads as 0, which adds nothing. x is one where it fills a tile.
 
@@ -255,7 +255,7 @@ def _matmul_kernel(
         first = tl.program_id(1) * part_depth
         end = tl.minimum(first + part_depth, depth)
         out += tl.program_id(1).to(tl.int64) * rows * columns
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     for start in range(first, end, BLOCK_DEPTH):
         if FILLS_A_TILE:
             x_tile = x.load([first_row, start])

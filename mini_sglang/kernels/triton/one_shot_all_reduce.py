@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _BLOCK = 512  # words of 4 bytes that a program sends or adds up at a time
 _PROGRAMS = 528  # at most: all are on the GPU at once, and few of them ask whether the others' words are there
 
 
-def push_sum(
+def one_shot_all_reduce(
     x: torch.Tensor,
     inbox: torch.Tensor,
     inboxes: torch.Tensor,
@@ -42,7 +42,7 @@ def push_sum(
     ranks, capacity = inbox.shape[1:]
     if len(words) > capacity:
         raise ValueError(f"a sum of {x.nbytes} bytes exceeds the inbox's {4 * capacity}")
-    _push_sum_kernel[(min(triton.cdiv(len(words), _BLOCK), _PROGRAMS),)](
+    _one_shot_all_reduce_kernel[(min(triton.cdiv(len(words), _BLOCK), _PROGRAMS),)](
         words,
         words if residual is None else residual.view(x.shape).view(-1).view(torch.int32),
         inbox,
@@ -56,12 +56,12 @@ def push_sum(
         PAIRS=x.dtype == torch.bfloat16,
         RESIDUAL=residual is not None,
         num_warps=4,
-        **overlapped(x.device),
+        **pdl_launch(x.device),
     )
 
 
 @triton.jit(do_not_specialize=["number"])
-def _push_sum_kernel(
+def _one_shot_all_reduce_kernel(
     words,
     residual,
     inbox,
@@ -74,7 +74,7 @@ def _push_sum_kernel(
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program sends all its blocks, and then adds them up. PAIRS: a word holds two bfloat16, else one float32.
 
@@ -82,7 +82,7 @@ def _push_sum_kernel(
     """
     first_word = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     this_sum = tl.load(count) + 1
     half = (this_sum & 1) * (RANKS * CAPACITY)
     mark = this_sum.to(tl.int64)

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.pdl import await_inputs, await_inputs_alone, hand_over, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_trigger, pdl_wait, pdl_wait_only
 
 _FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
 _FEW_ROWS = 16  # planned by a kernel of their own: one per number of rows would take seconds to compile
@@ -137,7 +137,7 @@ class PagedDecode:
             WINDOW=self._window,
             FIELDS=_FIELDS,
             num_warps=4,
-            **overlapped(lengths.device),
+            **pdl_launch(lengths.device),
         )
         self._planned = self._items, self._num_items, rows * self._tuning.max_splits
 
@@ -207,7 +207,7 @@ class PagedDecode:
             STAGES=self._tuning.num_stages,
             FIELDS=_FIELDS,
             num_warps=self._tuning.num_warps,
-            **overlapped(q.device),
+            **pdl_launch(q.device),
         )
 
 
@@ -290,10 +290,10 @@ def _plan_kernel(
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     FIELDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row writes its items: whole splits of long rows first, behind them the last splits by length."""
-    await_inputs_alone(OVERLAP)
+    pdl_wait_only(PDL)
     row = tl.program_id(0)
     others = tl.arange(0, ROWS)
     length = tl.load(lengths + row)
@@ -322,7 +322,7 @@ def _plan_kernel(
     tl.store(at + 5, splits, mask=there)
     tl.store(at + 6, length, mask=there)
     tl.store(num_items, tl.sum(other_splits), mask=row == 0)
-    hand_over(OVERLAP)  # attention reads the first items before it waits
+    pdl_trigger(PDL)  # attention reads the first items before it waits
 
 
 @triton.jit(do_not_specialize=["starts", "counts", "tokens", "tiles", "num_tiles"])
@@ -402,7 +402,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program takes every num_programs-th item; neighbouring programs read the KV heads of the same tokens."""
     heads = tl.arange(0, 16)  # query heads of the group, padded
@@ -420,7 +420,7 @@ def _decode_kernel(
     row, token, begin, end, split, splits, length = _read_item(
         items, tl.minimum(first_work // KV_HEADS, last_item), FIELDS
     )
-    await_inputs(OVERLAP)  # the list was handed over before
+    pdl_wait(PDL)  # the list was handed over before
     for work in range(first_work, total, tl.num_programs(0)):
         kv_head = work % KV_HEADS
         token_place = token.to(tl.int64)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from mini_sglang.kernels.triton.paged_decode import check_heads, check_operands, pages_of, softmax_scale_log2
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def paged_prefill(
         WINDOW=window or 0,
         STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
-        **overlapped(q.device),
+        **pdl_launch(q.device),
     )
 
 
@@ -195,7 +195,7 @@ def _prefill_kernel(
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program computes one tile of queries for one KV head; the longest tiles of all heads start first.
 
@@ -215,7 +215,7 @@ def _prefill_kernel(
     places = (tl.load(tokens + row) + token).to(tl.int64)
     head_offsets = (kv_head * GROUP + queries % GROUP) * HEAD_DIM
     mask = there[:, None] & (dims < HEAD_DIM)[None, :]
-    await_inputs(OVERLAP)  # what was read so far was written when the step began
+    pdl_wait(PDL)  # what was read so far was written when the step began
     q_tile = tl.load(q + (places * q_stride + head_offsets)[:, None] + dims[None, :], mask=mask, other=0.0)
 
     limits = start + tl.minimum(token, count - 1)  # the last position each query sees; spare rows copy a real one

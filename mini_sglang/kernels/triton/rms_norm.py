@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.pdl import ahead_of, await_inputs, fetch_ahead, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait, prefetch_l2, prefetch_of
 
 
 def rms_norm(
@@ -24,19 +24,19 @@ def rms_norm(
     eps: float,
     *,
     parts: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [rows, size], rows contiguous, weight [size] -> x / rms(x) * weight, computed in float32, in x's dtype
 
     `parts` [P, rows, size] float32, contiguous, are added to x first, in place.
-    `ahead` [N, K] contiguous: the weight that is needed next.
+    `prefetch` [N, K] contiguous: the weight that is needed next.
     """
     rows, size = x.shape
     if x.stride(1) != 1:
         raise ValueError("the elements of a row must be contiguous")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
-    fetched = ahead_of(ahead, rows)
+    fetched = prefetch_of(prefetch, rows)
     _norm_kernel[(rows + fetched.programs,)](
         x,
         weight,
@@ -53,7 +53,7 @@ def rms_norm(
         PARTS=1 if parts is None else triton.next_power_of_2(len(parts)),
         num_warps=max(1, min(16, block // (512 if parts is None else 128))),
         **fetched.constants,
-        **overlapped(x.device),
+        **pdl_launch(x.device),
     )
     return out
 
@@ -73,7 +73,7 @@ def _norm_kernel(
     weight,
     parts,
     out,
-    ahead,
+    prefetch,
     rows,
     num_parts,
     n,
@@ -82,18 +82,18 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    AHEAD_K_BYTES: tl.constexpr,
-    AHEAD_LINES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PREFETCH_K_BYTES: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if AHEAD_LINES > 0:  # noqa: SIM102 (decided when the kernel is compiled)
+    if PREFETCH_LINES > 0:  # noqa: SIM102 (decided when the kernel is compiled)
         if row >= rows:
-            fetch_ahead(ahead, tl.program_id(0) - rows, n, AHEAD_K_BYTES, AHEAD_LINES)
+            prefetch_l2(prefetch, tl.program_id(0) - rows, n, PREFETCH_K_BYTES, PREFETCH_LINES)
     at = tl.arange(0, BLOCK)
     there = at < tl.where(row < rows, SIZE, 0)
     scale = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     values = tl.load(x + row * x_stride + at, mask=there, other=0.0).to(tl.float32)
     if parts is not None:
         part = tl.arange(0, PARTS)[:, None]  # all are on their way at once

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from mini_sglang.kernels.interface import as_stored
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _HEADS = 16  # heads per program, whatever the number of tokens: another tile would add in another order
 
@@ -68,7 +68,7 @@ def rope_store(
         BLOCK_HEADS=_HEADS,
         NORM=q_norm is not None,
         num_warps=4,
-        **overlapped(qkv.device),
+        **pdl_launch(qkv.device),
     )
     return q
 
@@ -130,7 +130,7 @@ def _rope_store_kernel(
     HALF_PAD: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of one token, as two tiles: the first and the second halves of the heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -151,7 +151,7 @@ def _rope_store_kernel(
         q_b = tl.load(q_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_a = tl.load(k_norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_b = tl.load(k_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    await_inputs(OVERLAP)  # positions and cells were written when the step began
+    pdl_wait(PDL)  # positions and cells were written when the step began
     raw_a = tl.load(qkv + source, mask=there, other=0.0)
     raw_b = tl.load(qkv + source + HALF, mask=there, other=0.0)
     a = raw_a.to(tl.float32)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _CHUNK = 2048  # choices that a program looks at together
 _TILES = 32  # of one expert that a program writes down together
@@ -50,7 +50,7 @@ def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.T
         PLACES=triton.next_power_of_2(top_k),
         NORMALIZE=normalize,
         num_warps=1,
-        **overlapped(logits.device),
+        **pdl_launch(logits.device),
     )
     return ids, weights
 
@@ -82,7 +82,7 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> Exper
         TILE_ROWS=tile_rows,
         TILES=_TILES,
         num_warps=4 if number <= _CHUNK // 2 else 8,
-        **overlapped(ids.device),
+        **pdl_launch(ids.device),
     )
     return ExpertOrder(choices, tiles)
 
@@ -116,14 +116,14 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     PLACES: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
     chosen = tl.zeros([PLACES], tl.int32)
     shares = tl.zeros([PLACES], tl.float32)
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     values = tl.load(logits + token * EXPERTS + at, mask=at < EXPERTS, other=-float("inf")).to(tl.float32)
     left = tl.exp(values - tl.max(values, 0))
     total = tl.sum(left, 0)
@@ -149,13 +149,13 @@ def _sort_kernel(
     CHUNK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     at = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     for start in range(0, number, CHUNK):
         there = start + at < number
         counts += tl.histogram(tl.load(ids + start + at, mask=there, other=0), BINS, mask=there)

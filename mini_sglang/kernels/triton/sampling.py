@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from mini_sglang.kernels.triton.pdl import await_inputs, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _PROGRAMS = 2112  # that race at the same time: sixteen on each multiprocessor of an H100
 _BLOCK = 2048  # tokens that share one winner in the first list
@@ -86,7 +86,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         GROUP=_GROUP,
         SETTINGS=NUM_SETTINGS,
         num_warps=4,
-        **overlapped(device),
+        **pdl_launch(device),
     )
     _choose_kernel[(rows,)](
         logits,
@@ -114,7 +114,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         TILE=_TILE,
         SETTINGS=NUM_SETTINGS,
         num_warps=16,
-        **overlapped(device),
+        **pdl_launch(device),
     )
     return token_ids
 
@@ -138,7 +138,7 @@ def _race_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     SETTINGS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program finds the winners of consecutive blocks of a row, but for blocks that cannot hold the row's.
 
@@ -154,7 +154,7 @@ def _race_kernel(
     filtered = _is_filtered(setting)
     repetition, presence, frequency = _penalties(setting)
     key = _row_key(tl.load(seeds + slot), tl.load(positions + row))
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     if slot == idle_slot:
         return
     blocks = tl.cdiv(vocab, BLOCK)
@@ -220,7 +220,7 @@ def _choose_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     SETTINGS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program finds the winner of a row's blocks, races again while a filter forbids it, and writes it down."""
     row = tl.program_id(0).to(tl.int64)
@@ -229,7 +229,7 @@ def _choose_kernel(
     setting = settings + slot * SETTINGS
     sharpness = _sharpness(tl.load(setting).to(tl.float32))
     repetition, presence, frequency = _penalties(setting)
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     if slot == idle_slot:
         tl.store(token_ids + row, 0)
         return

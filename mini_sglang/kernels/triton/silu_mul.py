@@ -10,22 +10,22 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.pdl import ahead_of, await_inputs, fetch_ahead, overlapped
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait, prefetch_l2, prefetch_of
 
 _BLOCK = 1024
 
 
-def silu_mul(gate_up: torch.Tensor, *, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, *, prefetch: torch.Tensor | None = None) -> torch.Tensor:
     """gate_up [rows, 2 * size] contiguous, gate first -> silu(gate) * up [rows, size], computed in float32
 
-    `ahead` [N, K] contiguous: the weight that is needed next.
+    `prefetch` [N, K] contiguous: the weight that is needed next.
     """
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(size, _BLOCK)
-    fetched = ahead_of(ahead, rows)
+    fetched = prefetch_of(prefetch, rows)
     _silu_mul_kernel[(rows * blocks + fetched.programs,)](
         gate_up,
         out,
@@ -36,7 +36,7 @@ def silu_mul(gate_up: torch.Tensor, *, ahead: torch.Tensor | None = None) -> tor
         BLOCK=_BLOCK,
         num_warps=4,
         **fetched.constants,
-        **overlapped(gate_up.device),
+        **pdl_launch(gate_up.device),
     )
     return out
 
@@ -51,24 +51,24 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 def _silu_mul_kernel(
     gate_up,
     out,
-    ahead,
+    prefetch,
     programs,
     n,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD_K_BYTES: tl.constexpr,
-    AHEAD_LINES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PREFETCH_K_BYTES: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = tl.cdiv(SIZE, BLOCK)
     program = tl.program_id(0)
-    if AHEAD_LINES > 0:  # noqa: SIM102 (decided when the kernel is compiled)
+    if PREFETCH_LINES > 0:  # noqa: SIM102 (decided when the kernel is compiled)
         if program >= programs:
-            fetch_ahead(ahead, program - programs, n, AHEAD_K_BYTES, AHEAD_LINES)
+            prefetch_l2(prefetch, program - programs, n, PREFETCH_K_BYTES, PREFETCH_LINES)
     row = (program // BLOCKS).to(tl.int64)
     at = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     there = at < tl.where(program < programs, SIZE, 0)
-    await_inputs(OVERLAP)
+    pdl_wait(PDL)
     gate = tl.load(gate_up + row * 2 * SIZE + at, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=there, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=there)

@@ -32,7 +32,7 @@ def gated_tile(rows: int, weight: torch.Tensor) -> MatmulTile | None:
     return _FEW_ROWS if rows < _MORE_ROWS.rows else matmul_tile(rows, columns, weight.dtype)
 
 
-def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+def split_k_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """x [rows, K] times weight [n, K], cut along K -> [parts, rows, n] float32, or None where that would not pay.
 
     By ours if the weight is narrow, so that two programs for each multiprocessor of an H100 need not walk far; it reads

@@ -23,7 +23,7 @@ def test_a_matrix_equals_pytorchs(device: torch.device, deterministic: bool, row
     actual = TritonKernels(deterministic=deterministic).matrix(weight, bias)
     wanted = TorchKernels().matrix(weight, bias)
     for before in (None, norm):
-        torch.testing.assert_close(actual.product(x, before), wanted.product(x, before), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual.matmul(x, before), wanted.matmul(x, before), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(actual.gated(x, before), wanted.gated(x, before), rtol=1e-4, atol=1e-4)
     added, expected = actual.add_to(residual.clone(), x), wanted.add_to(residual.clone(), x)
     torch.testing.assert_close(added.x, expected.x, rtol=1e-4, atol=1e-4)

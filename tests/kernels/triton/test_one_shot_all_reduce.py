@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from mini_sglang.kernels.triton.one_shot_all_reduce import push_sum
+from mini_sglang.kernels.triton.one_shot_all_reduce import one_shot_all_reduce
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shares a CPU's memory: the interpreter's test")
 
@@ -33,7 +33,7 @@ def run_rank(rank: int, inboxes: list[torch.Tensor], results: list[list[torch.Te
     count = torch.zeros(2, dtype=torch.int32)
     mine = terms(len(inboxes), dtype)[rank]
     for x, residual, result in zip(mine, residuals(dtype), results[rank], strict=True):
-        push_sum(x, inboxes[rank], addresses, count, rank, residual)
+        one_shot_all_reduce(x, inboxes[rank], addresses, count, rank, residual)
         result.copy_(x)
     assert count.tolist() == [len(SIZES), 0]
 
@@ -65,4 +65,6 @@ def test_every_rank_has_the_sum_in_the_order_of_the_ranks_and_then_the_residual(
 def test_a_sum_larger_than_the_inbox_is_refused() -> None:
     inbox = torch.zeros(2, 2, 8, dtype=torch.int64)
     with pytest.raises(ValueError, match="exceeds the inbox's 32"):
-        push_sum(torch.zeros(16), inbox, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), 0)
+        one_shot_all_reduce(
+            torch.zeros(16), inbox, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), 0
+        )

@@ -51,7 +51,7 @@ def test_parts_are_added_first_and_in_place(
 def test_fetching_ahead_changes_nothing(device: torch.device, ahead: tuple[int, int]) -> None:
     x, weight = torch.randn(5, 1024, device=device).bfloat16(), torch.randn(1024, device=device).bfloat16()
     fetched = torch.zeros(ahead, dtype=torch.bfloat16, device=device)
-    assert torch.equal(rms_norm(x, weight, 1e-6, ahead=fetched), rms_norm(x, weight, 1e-6))
+    assert torch.equal(rms_norm(x, weight, 1e-6, prefetch=fetched), rms_norm(x, weight, 1e-6))
 
 
 def test_a_row_alone_gives_the_bits_it_gives_in_a_batch(device: torch.device) -> None:

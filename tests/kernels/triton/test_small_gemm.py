@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mini_sglang.kernels.triton.matmul import matmul_reference
-from mini_sglang.kernels.triton.small_gemm import gated_tile, product_in_parts
+from mini_sglang.kernels.triton.small_gemm import gated_tile, split_k_matmul
 
 SMALL, LARGE = (6144, 1024), (24576, 4096)  # gate and up of Qwen3-0.6B and Qwen3-8B
 
@@ -28,13 +28,13 @@ def test_of_a_large_model_only_those_of_very_few_rows_are() -> None:
 
 def test_of_many_rows_none_is() -> None:
     assert gated_tile(257, weight(*SMALL)) is None
-    assert product_in_parts(torch.empty(257, 2048, device="meta"), weight(1024, 2048)) is None
+    assert split_k_matmul(torch.empty(257, 2048, device="meta"), weight(1024, 2048)) is None
 
 
 @pytest.mark.parametrize("unfit", [weight(1024, 1024, torch.float32), weight(1024, 1000)])
 def test_what_the_tensor_cores_or_the_memory_engine_cannot_take_is_the_librarys(unfit: torch.Tensor) -> None:
     assert gated_tile(16, unfit) is None
-    assert product_in_parts(torch.empty(16, unfit.shape[1], device="meta"), unfit) is None
+    assert split_k_matmul(torch.empty(16, unfit.shape[1], device="meta"), unfit) is None
 
 
 def in_parts(rows: int, n: int, k: int, device: torch.device) -> int:
@@ -42,7 +42,7 @@ def in_parts(rows: int, n: int, k: int, device: torch.device) -> int:
     random = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, k, generator=random).to(device, torch.float16)
     narrow = torch.randn(n, k, generator=random).to(device, torch.float16)
-    parts = product_in_parts(x, narrow)
+    parts = split_k_matmul(x, narrow)
     if parts is None:
         return 1
     assert parts.shape[1:] == (rows, n)
