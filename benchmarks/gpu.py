@@ -61,7 +61,7 @@ FIRST_TOKEN = """
 import sys
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 engine = Engine(EngineConfig(model=sys.argv[1], load_format="dummy"))
 engine.add_request("first", [1, 2, 3], SamplingParams(max_tokens=1))
 while not engine.step():

@@ -25,7 +25,7 @@ import torch
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.execution.model_runner import ModelRunner, Sampled
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import Row
 
 QWEN3_0_6B = Path(__file__).parent / "shapes" / "qwen3-0.6b"

@@ -44,7 +44,7 @@ from mini_sglang.bench.latency import measure_latency
 from mini_sglang.bench.offline import Workload, measure_offline
 from mini_sglang.bench.roofline import Ceilings
 from mini_sglang.engine import Engine
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 LARGE, MIDDLE, SMALL = "qwen3-32b", "qwen3-8b", "qwen3-0.6b"
 TINY = {

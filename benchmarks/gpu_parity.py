@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.request import SamplingParams, TokenOutput
+from mini_sglang.outputs import TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.verify import PROMPTS, load_reference
 from mini_sglang.weights.hub import BUILTIN_MODELS, builtin_path, resolve_model

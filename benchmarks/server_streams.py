@@ -37,7 +37,8 @@ from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.ipc.engine_process import EngineLoop
 from mini_sglang.ipc.messages import EngineInfo, Ready, decode_from_engine, encode
-from mini_sglang.request import FinishReason, SamplingParams, StepOutputs, TokenOutput
+from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.run import HttpServer
 from mini_sglang.text.tokenizer import load_tokenizer

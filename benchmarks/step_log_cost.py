@@ -22,7 +22,7 @@ from rich.table import Table
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 
 RUNNING = (1, 16, 64, 256)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from mini_sglang.config import EngineConfig, ServerConfig
     from mini_sglang.engine import Engine
     from mini_sglang.llm import LLM
-    from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, Usage
+    from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
+    from mini_sglang.sampling_params import SamplingParams
     from mini_sglang.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -37,13 +38,13 @@ _MODULES = {
     "LLM": "llm",
     "Engine": "engine",
     "EngineConfig": "config",
-    "FinishReason": "request",
-    "RequestOutput": "request",
-    "SamplingParams": "request",
+    "FinishReason": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
     "ServerConfig": "config",
-    "TokenLogprobs": "request",
+    "TokenLogprobs": "outputs",
     "Tokenizer": "text.tokenizer",
-    "Usage": "request",
+    "Usage": "outputs",
 }
 
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mini_sglang.llm import LLM
-from mini_sglang.request import RequestOutput, SamplingParams, Usage
+from mini_sglang.outputs import RequestOutput, Usage
+from mini_sglang.sampling_params import SamplingParams
 
 HELP = """\
 /reset         begin a new conversation

@@ -23,7 +23,7 @@ import mini_sglang
 from mini_sglang.bench.kernel_time import GROUPS
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.config import EngineConfig, ServerConfig
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mini_sglang.bench.commands import Output

@@ -19,7 +19,9 @@ from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.grammar.masks import GrammarMasks
 from mini_sglang.observability.observer import EngineObserver
 from mini_sglang.observability.step_log import StepLog
-from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs, TokenOutput
+from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
 from mini_sglang.weights.hub import ModelSource

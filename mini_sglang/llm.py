@@ -22,7 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mini_sglang.config import DEFAULT_MODEL, EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams
+from mini_sglang.outputs import FinishReason, RequestOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import resolve_model

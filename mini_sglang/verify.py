@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from mini_sglang.config import EngineConfig
 from mini_sglang.llm import LLM
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf import open_gguf
 from mini_sglang.weights.gguf_config import load_model_config

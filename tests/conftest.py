@@ -39,7 +39,8 @@ import mini_sglang
 import mini_sglang.execution.worker_group
 from mini_sglang.execution import worker_main
 from mini_sglang.execution.worker_group import Assignment, Job
-from mini_sglang.request import SamplingParams, TokenOutput
+from mini_sglang.outputs import TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer as MiniTokenizer
 from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.weights.hub import ModelSource, resolve_model

@@ -12,7 +12,8 @@ import torch
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.execution.executor import StepHandle
-from mini_sglang.request import FinishReason, SamplingParams
+from mini_sglang.outputs import FinishReason
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -13,7 +13,8 @@ from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.execution.executor import StepHandle
 from mini_sglang.grammar.compiler import GrammarCompiler
-from mini_sglang.request import FinishReason, SamplingParams, TokenOutput
+from mini_sglang.outputs import FinishReason, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.text.tokenizer import load_tokenizer
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from mini_sglang.engine import Engine
-from mini_sglang.request import FinishReason, Request, SamplingParams
+from mini_sglang.outputs import FinishReason
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 
 GPU = {"device": "cuda", "max_running_requests": 16}
 MODES = {

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.request import FinishReason, SamplingParams
+from mini_sglang.outputs import FinishReason
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.weights.hub import ModelSource
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())

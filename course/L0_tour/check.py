@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from mini_sglang.learn.checking import LessonError, expect, guards
-from mini_sglang.request import FinishReason, Request, SamplingParams
+from mini_sglang.outputs import FinishReason
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 
 COUNTS = "L0: What a request counts"
 LOOP = "L0: The loop"
@@ -172,7 +174,7 @@ class Script:
         raise LessonError(error, "no error", f"launching and reading step {batch.step}", read=LOOP)
 
     def update(self, batch: Any, result: int) -> Any:
-        from mini_sglang.request import StepOutputs
+        from mini_sglang.outputs import StepOutputs
 
         self.updates.append((0 if batch is None else batch.step, result))
         return StepOutputs()

@@ -15,7 +15,7 @@ from rich.text import Text
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.ipc.messages import AddRequest
-from mini_sglang.request import StepOutputs
+from mini_sglang.outputs import StepOutputs
 from mini_sglang.server.openai.bodies import GenerateBody, parse_prompt
 from mini_sglang.server.request_body import check_body
 from mini_sglang.text.output_processor import OutputProcessor

@@ -17,7 +17,7 @@ from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.parallel.sharding import Shard, shard_evenly, shard_heads
 from mini_sglang.parallel.tensor_parallel import TensorParallel, connect_cpus
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",

@@ -18,7 +18,8 @@ from mini_sglang.bench.hardware import measure_ceilings
 from mini_sglang.bench.roofline import Ceilings, Traffic, num_weights
 from mini_sglang.config import EngineConfig
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.simulation import Simulation
 
 SMOLLM2 = ModelConfig(

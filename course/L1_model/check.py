@@ -17,7 +17,7 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.layers.rotary import RotaryTables, inverse_frequencies
 from mini_sglang.learn.checking import expect, guards
 from mini_sglang.model_config import ModelConfig, RopeScaling
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.weights.gguf import _unpack, half_split_order
 from mini_sglang.weights.load import DummyTensor, _match
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from mini_sglang.learn.checking import expect, expect_error, guards
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.page_allocator import PageAllocator
 

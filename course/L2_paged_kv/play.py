@@ -11,7 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 
 PAGE_SIZE, NUM_PAGES, PAGES_PER_LINE = 4, 8, 4

@@ -9,7 +9,7 @@ import torch
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.kernels.noise import exponential_times, row_keys
 from mini_sglang.learn.checking import expect, expect_close, guards
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mini_sglang.execution.sampler import SamplingBatch, sample
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 WORDS = ["Paris", "Lyon", "the", "a", "Nice", "one", "located", "Rome", "very", "blue", "7", "fish"]
 LOGITS = torch.tensor([[9.0, 7.6, 7.2, 6.9, 6.2, 5.7, 5.5, 4.6, 4.0, 2.5, 1.0, -2.0]])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.learn.checking import expect, guards
-from mini_sglang.request import Request, RequestStatus, SamplingParams
+from mini_sglang.request import Request, RequestStatus
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import Request, RequestStatus, SamplingParams
+from mini_sglang.request import Request, RequestStatus
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import Row, ScheduledBatch
 from mini_sglang.scheduling.simulation import Simulation
 

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.learn.checking import expect, guards
-from mini_sglang.request import FinishReason, SamplingParams, TokenOutput
+from mini_sglang.outputs import FinishReason, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.detokenizer import IncrementalDetokenizer, StopChecker
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer

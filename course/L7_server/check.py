@@ -1,4 +1,4 @@
-"""Checks of L7: one request's mailbox, the two ends of the socket, the stream, and what happens when somebody leaves.
+"""Checks of L7: one request's queue, the two ends of the socket, the stream, and what happens when somebody leaves.
 
 The engine process is played by the check: it reads what AsyncEngine sends, and answers by hand.
 """
@@ -19,7 +19,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.ipc.async_engine import AsyncEngine, Mailbox
+from mini_sglang.ipc.async_engine import AsyncEngine, OutputQueue
 from mini_sglang.ipc.messages import (
     AbortRequest,
     EngineInfo,
@@ -31,15 +31,8 @@ from mini_sglang.ipc.messages import (
     encode,
 )
 from mini_sglang.learn.checking import LessonError, expect, guards
-from mini_sglang.request import (
-    FinishReason,
-    GeneratedTokens,
-    RequestOutput,
-    SamplingParams,
-    StepOutputs,
-    TokenOutput,
-    Usage,
-)
+from mini_sglang.outputs import FinishReason, GeneratedTokens, RequestOutput, StepOutputs, TokenOutput, Usage
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -58,7 +51,7 @@ async def soon(work: Coroutine[Any, Any, Result], what: str, *, read: str) -> Re
         raise LessonError("nothing", "an answer at once", what, read=read) from None
 
 
-# -- the mailbox ------------------------------------------------------------------------------------------------------
+# -- the output queue -------------------------------------------------------------------------------------------------
 
 
 def piece(text: str, num_tokens: int) -> RequestOutput:
@@ -71,13 +64,13 @@ def piece(text: str, num_tokens: int) -> RequestOutput:
 @guards("latest-only")
 def test_a_slow_reader_gets_everything_at_once() -> None:
     async def read_late() -> RequestOutput:
-        mailbox = Mailbox()
+        queue = OutputQueue()
         for count, text in enumerate(("one ", "two ", "three"), 1):
-            mailbox.put(piece(text, count))
-        return await mailbox.get()
+            queue.put(piece(text, count))
+        return await queue.get()
 
     output = run(read_late())
-    read = "L7: A mailbox that holds one output"
+    read = "L7: An output queue that holds one output"
     expect(output.text_delta, "one two three", "text of three outputs, fetched after the third", read=read)
     expect(output.num_new_tokens, 3, "new tokens of three outputs, fetched after the third", read=read)
 
@@ -85,10 +78,10 @@ def test_a_slow_reader_gets_everything_at_once() -> None:
 @guards("never-cleared")
 def test_a_reader_waits_when_there_is_nothing_new() -> None:
     async def read_twice() -> bool:
-        mailbox = Mailbox()
-        mailbox.put(piece("one", 1))
-        await mailbox.get()
-        second = asyncio.ensure_future(mailbox.get())
+        queue = OutputQueue()
+        queue.put(piece("one", 1))
+        await queue.get()
+        second = asyncio.ensure_future(queue.get())
         await asyncio.sleep(0.01)
         waits = not second.done()
         second.cancel()
@@ -99,19 +92,19 @@ def test_a_reader_waits_when_there_is_nothing_new() -> None:
         run(read_twice()),
         True,
         "whether a second get() waits, when the only output was fetched by the first",
-        read="L7: A mailbox that holds one output",
+        read="L7: An output queue that holds one output",
     )
 
 
 @guards("error-overtakes")
 def test_what_arrived_before_an_error_is_delivered_before_it() -> None:
     async def read_all() -> list[str]:
-        mailbox, seen = Mailbox(), []
-        mailbox.put(piece("last words", 1))
-        mailbox.fail(ValueError("the engine ended"))
+        queue, seen = OutputQueue(), []
+        queue.put(piece("last words", 1))
+        queue.fail(ValueError("the engine ended"))
         for _ in range(2):
             try:
-                seen.append((await mailbox.get()).text_delta)
+                seen.append((await queue.get()).text_delta)
             except ValueError as error:
                 seen.append(str(error))
         return seen
@@ -120,7 +113,7 @@ def test_what_arrived_before_an_error_is_delivered_before_it() -> None:
         run(read_all()),
         ["last words", "the engine ended"],
         "what a reader gets that was slower than an output and an error after it",
-        read="L7: A mailbox that holds one output",
+        read="L7: An output queue that holds one output",
     )
 
 

@@ -1,7 +1,7 @@
 """Three readers of one engine: a fast one, a slow one whose outputs are merged, and one that leaves.
 
-AsyncEngine, its mailboxes and its messages are real. The engine process is played here: it gives each request a letter
-every 40 ms, as a step would, until it is told to stop.
+AsyncEngine, its output queues and its messages are real. The engine process is played here: it gives each request a
+letter every 40 ms, as a step would, until it is told to stop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from mini_sglang.config import EngineConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.ipc.messages import AbortRequest, AddRequest, EngineInfo, Outputs, decode_to_engine, encode
-from mini_sglang.request import FinishReason, SamplingParams, StepOutputs, TokenOutput
+from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer
 
 STEP_S, ANSWER = 0.04, "abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz"

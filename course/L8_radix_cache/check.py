@@ -6,7 +6,8 @@ import random
 from array import array
 
 from mini_sglang.learn.checking import expect, guards
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache
 

@@ -7,7 +7,8 @@ import time
 from rich.console import Console
 from rich.tree import Tree
 
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.radix_cache import Node
 

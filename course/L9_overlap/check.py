@@ -20,7 +20,7 @@ from mini_sglang.execution.model_runner import Sampled
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.learn.checking import LessonError, expect, guards
 from mini_sglang.observability.observer import EngineObserver, PhaseName
-from mini_sglang.request import StepOutputs
+from mini_sglang.outputs import StepOutputs
 from mini_sglang.scheduling.batch import Row, ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler
 

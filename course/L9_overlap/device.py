@@ -16,7 +16,8 @@ from typing import Any
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.execution.executor import Executor, StepHandle
-from mini_sglang.request import SamplingParams, StepOutputs
+from mini_sglang.outputs import StepOutputs
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 
 

@@ -10,7 +10,8 @@ import random
 from typing import Any
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import Request, RequestStatus, SamplingParams
+from mini_sglang.request import Request, RequestStatus
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.radix_cache import Node

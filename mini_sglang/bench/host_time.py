@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_sglang.engine import Engine
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 _LONGEST_PROMPT = 32  # lengths vary, so that requests need new pages in different steps, as in earnest
 _SLACK = 50  # steps in which the prompts of some are still computed while others decode

@@ -21,7 +21,7 @@ from mini_sglang.bench.host_time import HostTime, host_time, most_at_once
 from mini_sglang.bench.profile import Profile, StepProfiler
 from mini_sglang.bench.roofline import Traffic
 from mini_sglang.engine import Engine
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from rich.progress import track
 from mini_sglang.bench.optimal_cache import belady_hits, number_beginnings, unlimited_hits
 from mini_sglang.bench.traces import TraceRow, block_tokens
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import StepResult
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.scheduler import Scheduler

@@ -13,7 +13,7 @@ import torch
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import is_biased, is_penalised
 from mini_sglang.kernels.triton.sampling import PROMPT, SlotState, sample_slots
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewRow
 
 _MAX_COUNT = 2**15 - 1

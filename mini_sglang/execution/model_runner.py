@@ -17,7 +17,7 @@ from mini_sglang.execution.request_table import RequestTable, StepInputs
 from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
 from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.models.transformer import Transformer
-from mini_sglang.request import TokenLogprobs
+from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.scheduling.batch import Row, ScheduledBatch
 
 if TYPE_CHECKING:  # it needs Triton

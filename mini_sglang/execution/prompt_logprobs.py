@@ -12,7 +12,7 @@ import torch
 
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import look_up
-from mini_sglang.request import TokenLogprobs
+from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.scheduling.batch import ScheduledBatch
 
 _PIECE = 128  # positions whose logits are in memory at a time

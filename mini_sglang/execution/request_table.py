@@ -14,7 +14,7 @@ import torch
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.transfer import send
 from mini_sglang.execution.sampler import SamplingBatch, is_biased
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
 
 

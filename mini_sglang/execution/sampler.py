@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mini_sglang.kernels.noise import exponential_times, row_keys
-from mini_sglang.request import SamplingParams, TokenLogprobs
+from mini_sglang.outputs import TokenLogprobs
+from mini_sglang.sampling_params import SamplingParams
 
 _FIRST_CANDIDATES = 256  # enough for nearly every top-p; wider distributions take a second look at everything
 

@@ -25,7 +25,7 @@ from mini_sglang.models.registry import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel.sharding import shard_heads
 from mini_sglang.parallel.tensor_parallel import TensorParallel
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import ModelSource, resolve_model

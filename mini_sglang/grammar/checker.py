@@ -21,7 +21,7 @@ import msgspec
 
 from mini_sglang.child_process import leave_signals_to_parent
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, error_field, grammar_key, grammar_only
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 LIMIT_S = 0.5  # for one grammar; honest ones take milliseconds
 _ALARM_S = 2  # after which the child ends itself, whether or not there is still somebody to end it

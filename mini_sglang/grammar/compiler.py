@@ -16,8 +16,9 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
+from mini_sglang.errors import shorten
 from mini_sglang.grammar.closing import EndingFinder
-from mini_sglang.request import SamplingParams, shorten
+from mini_sglang.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # importing transformers takes a second
     from mini_sglang.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mini_sglang.grammar.compiler import GrammarCompiler, Matcher, error_field, unsupported
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 PATIENCE_S = 0.002  # a mask takes microseconds; one that takes longer costs its request a step, and the others none
 

@@ -5,7 +5,7 @@ HTTP, and imports no torch: the model lives on the other side of the socket.
 
         caller ── generate() ──▶ AddRequest ─────────▶ engine process
            ▲                                                │
-           └── one mailbox per request ◀── OutputProcessor ◀┘ Outputs, one message per step
+           └── output queue of a request ◀ OutputProcessor ◀┘ Outputs, one message per step
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from mini_sglang.ipc.messages import (
     decode_from_engine,
     encode,
 )
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, StepOutputs, TokenOutput
+from mini_sglang.outputs import FinishReason, RequestOutput, StepOutputs, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
@@ -71,7 +72,7 @@ class EngineDeadError(RuntimeError):
     """The engine process has ended; no request can be served any more."""
 
 
-class Mailbox:
+class OutputQueue:
     """Hands a request's outputs to its consumer. Holds at most one: what a slow consumer misses is merged."""
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class Mailbox:
         await self._arrived.wait()
         output, self._output = self._output, None
         if output is None:
-            raise self._error or RuntimeError("a mailbox was woken without anything in it")
+            raise self._error or RuntimeError("an output queue was woken without anything in it")
         if self._error is None:
             self._arrived.clear()
         return output
@@ -115,7 +116,7 @@ class _Stream:
 
     request_id: str
     processor: OutputProcessor
-    mailbox: Mailbox
+    outputs: OutputQueue
 
 
 class AsyncEngine:
@@ -198,7 +199,7 @@ class AsyncEngine:
             await self._grammars.check(params)
             self._check_alive()
         processor = OutputProcessor(self.tokenizer, request_id, len(prompt_ids), params)
-        stream = _Stream(request_id, processor, Mailbox())
+        stream = _Stream(request_id, processor, OutputQueue())
         wire_id = f"{request_id}#{next(self._counter)}"
         self._streams[wire_id] = stream
         try:
@@ -206,7 +207,7 @@ class AsyncEngine:
             wire_params = msgspec.structs.replace(params, stop=[])
             self._send(AddRequest(wire_id, prompt_ids, wire_params, cache_salt, priority))
             while True:
-                output = await stream.mailbox.get()
+                output = await stream.outputs.get()
                 yield output
                 if output.finished:
                     return
@@ -294,7 +295,7 @@ class AsyncEngine:
         match message:
             case RequestRejected(wire_id, error):
                 if (stream := self._streams.pop(wire_id, None)) is not None:
-                    stream.mailbox.fail(ValueError(error))
+                    stream.outputs.fail(ValueError(error))
             case Pong(call_id) | Stats(call_id) | CacheFlushed(call_id) | Trace(call_id):
                 call = self._calls.get(call_id)
                 if call is not None and not call.done():
@@ -321,13 +322,13 @@ class AsyncEngine:
             logger.exception("request %s failed", wire_id)
             del self._streams[wire_id]
             self._send(AbortRequest(wire_id))
-            stream.mailbox.fail(RuntimeError(f"{type(error).__name__}: {error}"))
+            stream.outputs.fail(RuntimeError(f"{type(error).__name__}: {error}"))
             return
         if output.finished:
             del self._streams[wire_id]
             if tokens.finish_reason is None:  # a stop string matched, which only this side can see
                 self._send(AbortRequest(wire_id, FinishReason.STOP))
-        stream.mailbox.put(output)
+        stream.outputs.put(output)
 
     async def _watch_process(self) -> None:
         status = await self._process.wait()
@@ -340,7 +341,7 @@ class AsyncEngine:
             return
         self._error = error
         for stream in self._streams.values():
-            stream.mailbox.fail(error)
+            stream.outputs.fail(error)
         self._streams.clear()
         for call in self._calls.values():
             if not call.done():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, SamplingParams, StepOutputs
+from mini_sglang.outputs import FinishReason, StepOutputs
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mini_sglang.learn.checking import LessonError, expect
 from mini_sglang.llm import LLM
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 PROMPT = "The capital of France is"
 TOKEN_IDS = [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216]

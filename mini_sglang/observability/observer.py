@@ -15,7 +15,7 @@ from typing import Literal
 
 from mini_sglang.observability.profiler import Tracer
 from mini_sglang.observability.step_log import Arrived, Chunk, Ended, Header, Step, StepLog
-from mini_sglang.request import FinishReason, TokenOutput
+from mini_sglang.outputs import FinishReason, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import LaunchedStep, Scheduler
 

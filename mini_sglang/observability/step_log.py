@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from mini_sglang.request import FinishReason
+from mini_sglang.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
 

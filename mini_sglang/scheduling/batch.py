@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from mini_sglang.request import SamplingParams, TokenLogprobs
+from mini_sglang.outputs import TokenLogprobs
+from mini_sglang.sampling_params import SamplingParams
 
 
 class NewRow(msgspec.Struct, frozen=True):

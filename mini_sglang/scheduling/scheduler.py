@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import msgspec
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, RequestStatus, StepOutputs, TokenLogprobs, TokenOutput
+from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenOutput
+from mini_sglang.request import Request, RequestStatus
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.policy import POLICIES

@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, StepOutputs, TokenLogprobs
+from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs
+from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 

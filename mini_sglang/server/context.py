@@ -13,8 +13,10 @@ from typing import Protocol
 from fastapi import Request
 
 from mini_sglang.config import ServerConfig
+from mini_sglang.errors import shorten
 from mini_sglang.ipc.messages import EngineInfo
-from mini_sglang.request import RequestOutput, SamplingParams, shorten
+from mini_sglang.outputs import RequestOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.answers.model_format import Dialect
 from mini_sglang.server.errors import ApiError

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from fastapi import Request, Response
 
-from mini_sglang.request import RequestOutput
+from mini_sglang.outputs import RequestOutput
 from mini_sglang.server.answers.model_format import AnswerPlan
 from mini_sglang.server.anthropic.bodies import MessagesBody
 from mini_sglang.server.context import ServerContext, context_of

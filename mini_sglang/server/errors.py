@@ -14,8 +14,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from mini_sglang.errors import shorten
 from mini_sglang.ipc.async_engine import EngineDeadError
-from mini_sglang.request import shorten
 from mini_sglang.server.request_log import current_request_id
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from mini_sglang.errors import shorten
 from mini_sglang.ipc.messages import EngineInfo
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, Usage, shorten
+from mini_sglang.outputs import FinishReason, RequestOutput, Usage
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.model_format import AnswerPlan
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, in_words, invalid

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mini_sglang.request import FinishReason, RequestOutput
+from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.scheduling.scheduler import SchedulerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -17,7 +17,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from mini_sglang.request import shorten
+from mini_sglang.errors import shorten
 from mini_sglang.server.context import context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 

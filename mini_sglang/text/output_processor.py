@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 
-from mini_sglang.request import FinishReason, GeneratedTokens, RequestOutput, SamplingParams, TokenOutput, Usage
+from mini_sglang.outputs import FinishReason, GeneratedTokens, RequestOutput, TokenOutput, Usage
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.detokenizer import IncrementalDetokenizer, StopChecker
 from mini_sglang.text.tokenizer import Tokenizer
 

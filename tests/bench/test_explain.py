@@ -14,7 +14,7 @@ from mini_sglang.bench.step_history import History
 from mini_sglang.bench.timeline import draw
 from mini_sglang.cli import main
 from mini_sglang.observability.step_log import Arrived, Chunk, Ended, Header, Line, Step, StepLog
-from mini_sglang.request import FinishReason
+from mini_sglang.outputs import FinishReason
 
 CONFIG = {"model": "small", "device": "cpu", "num_pages": 10}
 SVG = "{http://www.w3.org/2000/svg}"

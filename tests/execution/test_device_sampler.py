@@ -7,7 +7,7 @@ import torch
 from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewRow, ScheduledBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

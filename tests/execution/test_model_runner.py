@@ -19,7 +19,7 @@ from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.kernels.interface import TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.registry import build_model
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mini_sglang.engine import Engine
-from mini_sglang.request import SamplingParams, TokenLogprobs, TokenOutput
+from mini_sglang.outputs import TokenLogprobs, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 
 PROMPT = [7, 11, 23, 5, 99, 42, 17, 3, 250, 8, 64, 128, 31, 90, 12, 77, 200, 1, 55, 310]
 ASKING = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 
 PARAMS = SamplingParams(temperature=0)

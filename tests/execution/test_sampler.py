@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mini_sglang.execution.sampler import SamplingBatch, sample, token_logprobs
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 VOCAB = 1000
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mini_sglang.models.registry import ARCHITECTURES
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 ODD = {
     "hidden_size": 72,

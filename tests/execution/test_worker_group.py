@@ -18,7 +18,7 @@ import mini_sglang
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution import node
 from mini_sglang.parallel.tensor_parallel import RankError
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 LIMIT_S = 15.0
 OUT_OF_MEMORY = """

@@ -11,7 +11,7 @@ import pytest
 from mini_sglang.execution.cuda_graph import DecodeGraphs, StepGraphs, graph_sizes
 from mini_sglang.execution.executor import Executor
 from mini_sglang.execution.prefill_graph import PrefillGraphs
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

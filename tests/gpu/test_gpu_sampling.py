@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mini_sglang.observability.step_log import Step, read_lines
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

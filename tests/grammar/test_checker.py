@@ -11,7 +11,7 @@ import pytest
 
 from mini_sglang.grammar.checker import GrammarChecker
 from mini_sglang.grammar.compiler import Vocabulary
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer
 
 SLOW = {"type": "integer", "multipleOf": 10_000_019}  # its automaton has as many states

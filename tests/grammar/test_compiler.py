@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mini_sglang.grammar.compiler import CallSyntax, GrammarCompiler, Vocabulary, tool_call_grammar
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer
 
 ADDRESS = {

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.ipc.async_engine import AsyncEngine, EngineDeadError, Mailbox
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, StepOutputs, TokenOutput
+from mini_sglang.ipc.async_engine import AsyncEngine, EngineDeadError, OutputQueue
+from mini_sglang.outputs import FinishReason, RequestOutput, StepOutputs, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 
@@ -352,21 +353,21 @@ def outputs_of(tokenizer: Tokenizer, text: str) -> list[RequestOutput]:
     return [processor.push(TokenOutput(request_id="r", token_ids=[i])) for i in tokenizer.encode(text)]
 
 
-def test_a_mailbox_holds_one_merged_output(builtin_tokenizer: Tokenizer) -> None:
+def test_an_output_queue_holds_one_merged_output(builtin_tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        mailbox = Mailbox()
+        queue = OutputQueue()
         outputs = outputs_of(builtin_tokenizer, "The quick brown fox jumps over the lazy dog")
         for output in outputs[:4]:
-            mailbox.put(output)
-        first = await mailbox.get()
+            queue.put(output)
+        first = await queue.get()
         assert (first.text_delta, first.num_new_tokens) == ("The quick brown fox", 4)
         for output in outputs[4:]:
-            mailbox.put(output)
-        mailbox.fail(ValueError("the end"))
-        rest = await mailbox.get()
+            queue.put(output)
+        queue.fail(ValueError("the end"))
+        rest = await queue.get()
         assert first.text_delta + rest.text_delta == rest.text == outputs[-1].text
         assert first.new_token_ids + rest.new_token_ids == rest.token_ids
         with pytest.raises(ValueError, match="the end"):
-            await mailbox.get()
+            await queue.get()
 
     asyncio.run(scenario())

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.request import SamplingParams, TokenOutput
+from mini_sglang.outputs import TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

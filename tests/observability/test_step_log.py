@@ -13,7 +13,8 @@ from mini_sglang.bench.step_history import History
 from mini_sglang.engine import Engine
 from mini_sglang.execution.executor import StepHandle
 from mini_sglang.observability.step_log import Arrived, Ended, Header, Step, StepLog, read_lines
-from mini_sglang.request import FinishReason, SamplingParams
+from mini_sglang.outputs import FinishReason
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.policy import MAX_OVERTAKEN, WINDOW, LongestPrefixPolicy, Policy, PriorityPolicy
 
 

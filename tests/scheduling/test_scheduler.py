@@ -7,7 +7,9 @@ import random
 import pytest
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, SamplingParams
+from mini_sglang.outputs import FinishReason
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation, generate

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, SamplingParams
+from mini_sglang.outputs import FinishReason
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.simulation import Simulation
 
 # Prompts that share beginnings: cut from a few long sequences, with a different end now and then.

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import FinishReason, Request, SamplingParams, StepOutputs, TokenLogprobs, TokenOutput
+from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenOutput
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.request import Request, SamplingParams
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import StepResult
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
 

@@ -18,7 +18,8 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.messages import EngineInfo
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, TokenOutput
+from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.app import create_app
 from mini_sglang.text.output_processor import OutputProcessor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mini_sglang.ipc.async_engine import merge_outputs
-from mini_sglang.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, TokenOutput
+from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 

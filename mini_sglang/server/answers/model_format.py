@@ -16,7 +16,8 @@ import msgspec
 
 from mini_sglang.config import ServerConfig
 from mini_sglang.grammar.compiler import tool_call_grammar
-from mini_sglang.request import MAX_GRAMMAR_LENGTH, RequestOutput, SamplingParams
+from mini_sglang.outputs import RequestOutput
+from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
 from mini_sglang.server.answers.deltas import Answer, Content, Piece
 from mini_sglang.server.answers.reasoning import (
     MISTRAL_THINK,

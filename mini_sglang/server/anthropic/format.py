@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mini_sglang.request import FinishReason, RequestOutput, Usage
+from mini_sglang.outputs import FinishReason, RequestOutput, Usage
 from mini_sglang.server.answers.blocks import Block, Blocks, Change
 from mini_sglang.server.answers.model_format import AnswerParser
 from mini_sglang.server.errors import ApiError

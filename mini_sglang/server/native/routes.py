@@ -14,8 +14,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 import mini_sglang
+from mini_sglang.errors import shorten
 from mini_sglang.ipc.async_engine import EngineDeadError
-from mini_sglang.request import RequestOutput, TokenLogprobs, shorten
+from mini_sglang.outputs import RequestOutput, TokenLogprobs
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError, invalid

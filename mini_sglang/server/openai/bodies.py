@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from mini_sglang.request import (
+from mini_sglang.errors import shorten
+from mini_sglang.sampling_params import (
     MAX_GRAMMAR_CHOICES,
     MAX_GRAMMAR_LENGTH,
     MAX_LOGIT_BIASES,
@@ -22,7 +23,6 @@ from mini_sglang.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
-    shorten,
 )
 
 MAX_CHOICES = 128  # of `n`, as OpenAI

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mini_sglang
-from mini_sglang.request import FinishReason, RequestOutput, TokenLogprobs, Usage
+from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
 from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Piece, Reasoning
 from mini_sglang.server.answers.model_format import AnswerParser, AnswerPlan
 from mini_sglang.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from mini_sglang.request import RequestOutput, Usage
+from mini_sglang.outputs import RequestOutput, Usage
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import invalid
 from mini_sglang.server.generation import (

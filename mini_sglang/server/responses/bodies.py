@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mini_sglang.request import MAX_LOGPROBS, SamplingParams
+from mini_sglang.sampling_params import MAX_LOGPROBS, SamplingParams
 from mini_sglang.server.openai.bodies import (
     FAIL_FAST,
     MAX_MESSAGES,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mini_sglang.request import FinishReason, RequestOutput, TokenLogprobs
+from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
 from mini_sglang.server.answers.blocks import Block, Blocks, Change
 from mini_sglang.server.answers.model_format import AnswerParser
 from mini_sglang.server.errors import ApiError

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mini_sglang.request import MAX_LOGPROBS, SamplingParams
+from mini_sglang.sampling_params import MAX_LOGPROBS, SamplingParams
 from mini_sglang.server.openai.bodies import (
     MAX_CHOICES,
     Body,

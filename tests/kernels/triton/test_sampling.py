@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewRow, ScheduledBatch
 
 # The interpreter computes with NumPy, which speaks up where -inf is meant.

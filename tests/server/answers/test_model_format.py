@@ -9,7 +9,7 @@ import pytest
 
 from mini_sglang.config import ServerConfig
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
-from mini_sglang.request import SamplingParams
+from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.model_format import Dialect
 from mini_sglang.server.answers.reasoning import REASONING_PARSERS
 from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
