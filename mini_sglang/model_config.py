@@ -52,7 +52,7 @@ class ModelConfig:
     Raises ValueError when sizes do not fit each other, naming the field.
     """
 
-    architecture: str  # key of the model registry: "llama", "qwen3_moe", ...
+    architecture: str  # key of ARCHITECTURES: "llama", "qwen3_moe", ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int

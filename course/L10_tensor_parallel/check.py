@@ -15,15 +15,15 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.kernels.interface import TorchKernels
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.layers.embedding import Embedding
+from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.layers.linear import Linear
-from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.layers.norm import NO_NORMS, BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.learn.checking import expect, expect_close, guards
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.models.forward_batch import ForwardBatch
-from mini_sglang.models.registry import build_model
+from mini_sglang.models.architectures import build_model
 from mini_sglang.parallel.sharding import Shard, copy_shard, shard_evenly, shard_heads, whole
 from mini_sglang.parallel.tensor_parallel import SINGLE, CollectiveError, TensorParallel, connect_cpus
 from mini_sglang.weights.load import DummyTensor, load_dummy_weights
@@ -182,10 +182,10 @@ def test_a_gather_fills_the_room_that_is_given() -> None:
     expect(SINGLE.all_gather(x, 3) is x, True, "whether one rank's gather is what it is given")
 
 
-def summed_layer(parallel: TensorParallel, *, bias: bool = False) -> Linear:
+def summed_layer(parallel: TensorParallel, *, bias: bool = False, norms: BlockNorms = NO_NORMS) -> Linear:
     """Row-parallel, 6 inputs and 3 outputs, filled from tensors that depend on their name alone."""
     inputs = shard_evenly(6, parallel.rank, parallel.size)
-    layer = Linear(inputs, {"o": 3}, placement(parallel), bias=bias, summed=True)
+    layer = Linear(inputs, {"o": 3}, placement(parallel), bias=bias, summed=True, norms=norms)
     for name, slot in layer.weight_slots("").items():
         slot.load(DummyTensor(name, slot.shape, 0, CPU))
     return layer
@@ -236,7 +236,8 @@ def test_a_norm_behind_the_product_sees_the_sum() -> None:
     def work(parallel: TensorParallel) -> torch.Tensor:
         norm = RMSNorm(3, 1e-5, placement(parallel))
         norm.weight.fill_(1.0)
-        return summed_layer(parallel).add_to(torch.zeros(2, 3), columns(parallel), norm).x
+        layer = summed_layer(parallel, norms=BlockNorms(after=norm))
+        return layer.add_to(torch.zeros(2, 3), columns(parallel)).x
 
     wanted = F.rms_norm(X @ WEIGHT.T, (3,), None, 1e-5)
     expect_on_ranks(on_ranks(work), wanted, "norm(x W^T)", "norm(a + b) is not norm(a) + norm(b)")

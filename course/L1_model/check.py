@@ -12,9 +12,10 @@ from gguf.constants import GGMLQuantizationType
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.kernels.interface import KVCells, Rotation, TorchKernels
+from mini_sglang.kernels.interface import KVCells, Rotation
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.layers.placement import Placement
-from mini_sglang.layers.rotary import RotaryTables, inverse_frequencies
+from mini_sglang.layers.rotary import inverse_frequencies, rotary_tables
 from mini_sglang.learn.checking import expect, guards
 from mini_sglang.model_config import ModelConfig, RopeScaling
 from mini_sglang.sampling_params import SamplingParams
@@ -127,7 +128,8 @@ def test_linear_scaling_slows_every_pair_down() -> None:
 @guards("angles-in-bfloat16")
 def test_angles_are_exact_far_from_the_beginning() -> None:
     placement = Placement(CPU, torch.bfloat16, KERNELS)
-    (rotation,) = RotaryTables(make_config(), 2048, placement).at(torch.tensor([1001]))
+    (table,) = rotary_tables(make_config(), 2048, placement)
+    rotation = table.at(torch.tensor([1001]))
     expect(rotation.cos.dtype, torch.bfloat16, "dtype of the table in a bfloat16 model", read="L1: RoPE")
     expect(
         rounded(rotation.cos[1001], 2),

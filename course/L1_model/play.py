@@ -11,11 +11,12 @@ from rich.table import Table
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.kernels.interface import KVCells, Rotation, TorchKernels
+from mini_sglang.kernels.interface import KVCells, Rotation
+from mini_sglang.kernels.torch_kernels import TorchKernels
+from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.models.forward_batch import ForwardBatch
-from mini_sglang.models.registry import build_model
+from mini_sglang.models.architectures import build_model
 from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.gguf_file import GGUFFile

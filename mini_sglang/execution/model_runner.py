@@ -15,7 +15,7 @@ from mini_sglang.execution.prefill_graph import PackedInputs, PrefillGraphs, Pre
 from mini_sglang.execution.prompt_logprobs import asked_of, look_up_prompts
 from mini_sglang.execution.request_table import RequestTable, StepInputs
 from mini_sglang.execution.sampler import is_biased, sample, token_logprobs
-from mini_sglang.models.forward_batch import ForwardBatch
+from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.scheduling.batch import Row, ScheduledBatch

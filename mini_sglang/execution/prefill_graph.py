@@ -16,7 +16,7 @@ from mini_sglang.attention.base import PrefillGraphBackend
 from mini_sglang.attention.transfer import staged
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
 from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
-from mini_sglang.models.forward_batch import ForwardBatch
+from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.scheduling.batch import Row
 
 _SPARE = 64  # tokens that no step is too small to compute in vain

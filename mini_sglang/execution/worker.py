@@ -18,10 +18,12 @@ from mini_sglang.attention.select import make_backends
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.model_runner import ModelRunner, Sampled
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.kernels.interface import FP8, Kernels, TorchKernels
+from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.interface import FP8, Kernels
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.models.registry import build_model
+from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel.sharding import shard_heads
 from mini_sglang.parallel.tensor_parallel import TensorParallel
@@ -250,7 +252,7 @@ def _checked(slot: WeightSlot, check: Callable[[], None]) -> WeightSlot:
 def _kernels(config: EngineConfig, dtype: torch.dtype) -> Kernels:
     """The other kernels of a device, which go with its attention backend; imported where they are of use."""
     if config.attention_backend == "reference":
-        return TorchKernels()
+        return TorchKernels(prepack=config.device == "cpu" and CpuMatrix.available(dtype))
     if config.attention_backend == "cpu":
         from mini_sglang.kernels.cpu.kernels import CpuKernels
 

@@ -1,19 +1,18 @@
-"""The operations between matrix products: what every device's kernels compute, written out in PyTorch.
+"""What a model asks of a device: matrix products with what stands around them, and the operations in between.
 
-`TorchKernels` is the definition and runs everywhere; `cpu/kernels.py` and `triton/kernels.py` have faster ones. A model
-gets one object with these methods and knows no device.
+A model gets one `Kernels` object and knows no device. `torch_kernels.py` defines in PyTorch what each method computes;
+`cpu/kernels.py` and `triton/kernels.py` are faster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
-N = TypeVar("N")
+from mini_sglang.weights.tensor import QuantizedBlocks
 
 FP8 = torch.float8_e4m3fn  # sign, 4 bits of exponent, 3 of mantissa; no infinity
 FP8_MAX = 448.0
@@ -67,14 +66,10 @@ class Norm:
 
 
 class Residual(NamedTuple):
-    """The residual stream of T tokens, and its next norm where the product that was added last has made it too."""
+    """The residual stream of T tokens, and its next norm where the product that was added last has computed it too."""
 
     x: torch.Tensor  # [T, n]
     normed: torch.Tensor | None = None  # [T, n]
-
-    def before(self, norm: N | None) -> tuple[torch.Tensor, N | None]:
-        """What the next product, with `norm` in front, takes: its input, and the norm that is left to do"""
-        return (self.x, norm) if self.normed is None else (self.normed, None)
 
 
 class Matrix(Protocol):
@@ -96,10 +91,10 @@ class Matrix(Protocol):
         """
         ...
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
         """residual [T, out] + the product of x [T, in] -> [T, out]; may overwrite `residual`
 
-        `then` is the norm that reads the sum, for who computes it at less cost here than in front of the next product.
+        `next_norm` reads the sum: a device computes it here where that costs less than in front of the next product.
         """
         ...
 
@@ -119,8 +114,8 @@ class Experts(Protocol):
 class Kernels(Protocol):
     """T tokens; activations and weights have the model's dtype, arithmetic is float32. Results are new tensors."""
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
-        """weight [out, in], which the matrix keeps; bias [out]"""
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
+        """Lay out weight [out, in] and bias [out]; `blocks` is the same weight as it came quantised, if it did."""
         ...
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
@@ -163,103 +158,3 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up. gate_up [T, 2 n], gate first -> [T, n]"""
         ...
-
-
-class TorchKernels:
-    """Plain PyTorch, on any device and in any dtype."""
-
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchMatrix:
-        return TorchMatrix(self, weight, bias)
-
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
-        return TorchExperts(self, gate_up, down)
-
-    def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
-        return ids.int(), weights / weights.sum(-1, keepdim=True) if normalize else weights
-
-    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, table)
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    def rope_store(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        target: KVCells,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        kv_heads, head_dim = target.keys.shape[1:]
-        heads = qkv.view(qkv.shape[0], -1, head_dim)
-        num_heads = heads.shape[1] - 2 * kv_heads
-        qk, v = heads.split((num_heads + kv_heads, kv_heads), dim=1)
-        if q_norm is not None and k_norm is not None:
-            q, k = qk.split((num_heads, kv_heads), dim=1)
-            qk = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
-        cos, signed_sin = rotation.of_tokens
-        # rolling by half a head swaps the halves; the sign lies in the table
-        rotated: torch.Tensor = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), signed_sin)
-        target.store(rotated[:, num_heads:], v)
-        return rotated[:, :num_heads]
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gated: torch.Tensor = F.silu(gate).mul_(up)
-        return gated
-
-
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`F.linear` of x [T, in], which has no `out` of its own."""
-    if out is None:
-        return F.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-class TorchMatrix:
-    """`Matrix` in PyTorch, around the norm and the gating of any kernels."""
-
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._kernels, self.weight, self._bias = kernels, weight, bias
-
-    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        if norm is not None:
-            x = self._kernels.rms_norm(x, norm.weight, norm.eps)
-        return linear(x, self.weight, self._bias, out)
-
-    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.silu_mul(self.matmul(x, norm))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
-        if self._bias is not None:
-            return Residual(residual + self.matmul(x))
-        return Residual(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
-
-
-class TorchExperts:
-    """`Experts` in PyTorch, around the products and the gating of any kernels: two products per touched expert.
-
-    The sum over a token's experts runs in the order of its ids, whatever other tokens there are. The host reads how
-    many tokens each expert has, so this cannot lie in a CUDA graph.
-    """
-
-    def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self._kernels = kernels
-        self._gate_up = [kernels.matrix(weight, None) for weight in gate_up]
-        self._down = [kernels.matrix(weight, None) for weight in down]
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        flat, per_token = ids.flatten(), ids.shape[1]
-        outputs = x.new_empty(len(flat), x.shape[1])
-        by_expert = flat.argsort(stable=True).split(flat.bincount(minlength=len(self._down)).tolist())
-        for gate_up, down, places in zip(self._gate_up, self._down, by_expert, strict=True):
-            if len(places):  # in `flat`: where tokens chose this expert
-                gated = self._kernels.silu_mul(gate_up.matmul(x[places // per_token]))
-                outputs[places] = down.matmul(gated)
-        combined = (outputs.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)  # float32
-        return residual + combined.to(residual.dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mini_sglang.kernels.interface import Residual
 from mini_sglang.layers.linear import Linear
-from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
@@ -14,16 +15,17 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 class OutputHead:
     """Logits of every token of the vocabulary, on every rank."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, placement: Placement) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int, placement: Placement, norm: RMSNorm) -> None:
         self._vocab_size = vocab_size
         self._parallel = placement.parallel
-        self._linear = Linear(hidden_size, {"lm_head": placement.parallel.shard(vocab_size)}, placement)
+        shard = placement.parallel.shard(vocab_size)
+        self._linear = Linear(hidden_size, {"lm_head": shard}, placement, norms=BlockNorms(before=norm))
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [rows, hidden] -> logits of its norm [rows, vocab], in `out` (contiguous) where that is given"""
         if self._parallel.size == 1:
-            return self._linear(x, norm, out)
-        return self._parallel.all_gather(self._linear(x, norm), self._vocab_size, out)
+            return self._linear(Residual(x), out)
+        return self._parallel.all_gather(self._linear(Residual(x)), self._vocab_size, out)
 
     def weight_slot(self) -> WeightSlot:
         (slot,) = self._linear.weight_slots("").values()

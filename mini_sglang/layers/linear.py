@@ -1,8 +1,9 @@
 """Linear layers: one matrix product over weights that may arrive as several checkpoint tensors.
 
 q, k and v (and the MLP's gate and up) are stacked into one matrix, so that a step reads them in one product. Each part
-knows its rows; when the last part has arrived the matrix is laid out for the device, and the dense copy is dropped.
-Each rank loads its shards of the parts alone.
+knows its rows; when the last part has arrived the kernels lay the matrix out for the device. A layer is told once, when
+the model is built, which norms stand around it and which weight is read behind its own: kernels may fuse them. Each
+rank loads its shards of the parts alone.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mini_sglang.kernels.cpu.linear import CpuMatrix
-from mini_sglang.kernels.interface import Matrix, Residual
-from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.kernels.interface import Matrix, Norm, Residual
+from mini_sglang.layers.norm import NO_NORMS, BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import Shard, copy_shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightSlot
@@ -24,6 +24,9 @@ class Linear:
 
     Sizes that are numbers are whole on every rank. A column-parallel layer has shards for parts: each rank computes
     some outputs. A row-parallel one has a shard of inputs and is `summed`: `add_to` adds the ranks' products up.
+
+    `norms.before` is applied to what the layer reads, `norms.after` to its output, and `norms.following` reads the sum
+    that `add_to` makes. A kernel with time to spare fetches the weight of `prefetched`, the layer that comes next.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class Linear:
         *,
         bias: bool = False,
         summed: bool = False,
+        norms: BlockNorms = NO_NORMS,
+        prefetched: Linear | None = None,
     ) -> None:
         self._inputs = _as_shard(in_features)
         self._parts = {name: _as_shard(rows) for name, rows in parts.items()}
@@ -41,6 +46,7 @@ class Linear:
         self.out_features = sum(rows.size for rows in self._parts.values())
         self._placement = placement
         self._summed = summed
+        self._norms, self._prefetched = norms, prefetched
         self._weight: torch.Tensor | None = None  # [out, in]; here only until it is laid out
         self._bias: torch.Tensor | None = None
         if bias:
@@ -49,38 +55,37 @@ class Linear:
         self._missing = set(parts) | ({f"{name}.bias" for name in parts} if bias else set())
         self._laid_out: Matrix | None = None
 
-    def __call__(self, x: torch.Tensor, norm: RMSNorm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product of x [rows, in], or of its norm -> [rows, out], in `out` (contiguous) where that is given"""
-        return self._matrix.matmul(x, None if norm is None else norm.parameters, out)
+    def __call__(self, residual: Residual, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product of x [rows, in], normalised first if the layer has a norm before it -> [rows, out]
 
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """[out, in] as a device reads it, for who may begin to fetch it; None where it was laid out in another way"""
-        return self._matrix.weight
-
-    def gated(self, x: torch.Tensor, norm: RMSNorm | None, prefetch: torch.Tensor | None) -> torch.Tensor:
-        """silu(first half) * second half of the product of x, or of its norm. x [rows, in] -> [rows, out / 2]
-
-        `prefetch` is the weight that is needed next: a device may begin to fetch it.
+        In `out` (contiguous) where that is given.
         """
-        return self._matrix.gated(x, None if norm is None else norm.parameters, prefetch)
+        return self._matrix.matmul(*self._input(residual), out)
 
-    def add_to(
-        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None = None, then: RMSNorm | None = None
-    ) -> Residual:
-        """residual [rows, out] + the product of x [rows, in], or + its norm -> [rows, out]; may overwrite `residual`
+    def gated(self, residual: Residual) -> torch.Tensor:
+        """silu(first half) * second half of the product of x [rows, in], normalised likewise -> [rows, out / 2]"""
+        prefetch = None if self._prefetched is None else self._prefetched._matrix.weight
+        return self._matrix.gated(*self._input(residual), prefetch)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Residual:
+        """residual [rows, out] + the product of x [rows, in] -> [rows, out]; may overwrite `residual`
 
         If `summed`, the product of all ranks' x, whose sum the residual is added to; the first rank adds the bias.
-        `then` is the norm that reads the sum, which a device may compute along the way.
         """
-        parallel = self._placement.parallel
+        parallel, norm, following = self._placement.parallel, self._norms.after, self._norms.following
         if norm is not None:
             product = self._matrix.matmul(x)
             product = parallel.all_reduce(product) if self._summed else product
             return Residual(residual + self._placement.kernels.rms_norm(product, norm.weight, norm.eps))
         if not self._summed or parallel.size == 1:
-            return self._matrix.add_to(residual, x, None if then is None else then.parameters)
+            return self._matrix.add_to(residual, x, None if following is None else following.parameters)
         return Residual(parallel.all_reduce(self._matrix.matmul(x), residual))
+
+    def _input(self, residual: Residual) -> tuple[torch.Tensor, Norm | None]:
+        """What the matrix multiplies, and the norm that is left to apply to it."""
+        if residual.normed is not None:
+            return residual.normed, None
+        return residual.x, None if self._norms.before is None else self._norms.before.parameters
 
     @property
     def _matrix(self) -> Matrix:
@@ -130,12 +135,9 @@ class Linear:
         assert self._weight is not None
         if self._summed and self._placement.parallel.rank > 0:
             self._bias = None  # added once, by the first rank
-        if self._placement.device.type == "cpu" and CpuMatrix.available(self._placement.dtype):
-            blocks = [self._blocks[name] for name in self._parts if name in self._blocks]
-            stacked = _stack(blocks) if len(blocks) == len(self._parts) else None
-            self._laid_out = CpuMatrix(self._placement.kernels, self._weight, self._bias, stacked)
-        else:
-            self._laid_out = self._placement.kernels.matrix(self._weight, self._bias)
+        blocks = [self._blocks[name] for name in self._parts if name in self._blocks]
+        stacked = _stack(blocks) if len(blocks) == len(self._parts) else None
+        self._laid_out = self._placement.kernels.matrix(self._weight, self._bias, stacked)
         self._weight = None
         self._blocks.clear()
 

@@ -10,7 +10,7 @@ import torch
 
 from mini_sglang.kernels.interface import Residual
 from mini_sglang.layers.linear import Linear
-from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.layers.norm import BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.parallel.sharding import Shard, copy_shard, whole
@@ -20,9 +20,10 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 class MixtureOfExperts:
     """Top-k routing by the softmax over all experts (Shazeer et al., arXiv 1701.06538); experts are gated MLPs."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, layer: int) -> None:
-        if config.experts is None:
-            raise ValueError(f"architecture {config.architecture!r} needs experts, and the config names none")
+    def __init__(self, config: ModelConfig, placement: Placement, layer: int, norms: BlockNorms) -> None:
+        if config.experts is None or norms.before is None:
+            raise ValueError(f"architecture {config.architecture!r} needs experts and a norm in front of them")
+        self._norm = norms.before.parameters
         self._experts_per_token = config.experts.experts_per_token
         self._normalize = config.experts.normalize_weights
         self._kernels = placement.kernels
@@ -36,12 +37,13 @@ class MixtureOfExperts:
         self._down = torch.empty(number, hidden, size, dtype=placement.dtype, device=placement.device)
         self._experts = placement.kernels.experts(self._gate_up, self._down)
 
-    def __call__(self, stream: Residual, norm: RMSNorm, then: RMSNorm | None = None) -> Residual:
+    def __call__(self, residual: Residual) -> Residual:
         """x [tokens, hidden] -> x + the weighted sum of the chosen experts' outputs for norm(x)"""
-        x, normed = stream
+        x, normed = residual
         if normed is None:
-            normed = self._kernels.rms_norm(x, norm.weight, norm.eps)
-        ids, weights = self._kernels.route(self._router(normed), self._experts_per_token, normalize=self._normalize)
+            normed = self._kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        logits = self._router(Residual(normed))
+        ids, weights = self._kernels.route(logits, self._experts_per_token, normalize=self._normalize)
         if self._parallel.size == 1:
             return Residual(self._experts.add_to(x, normed, ids, weights))
         part = self._experts.add_to(torch.zeros_like(x), normed, ids, weights)

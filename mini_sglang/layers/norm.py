@@ -1,6 +1,13 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467), and where a block has its norms.
+
+y = x / rms(x) * weight over the last dimension, in float32. A norm is computed by whichever kernel does so at the
+least cost: on its own, in the product that reads y, or with the sum that x is. So the layers around it are told of it
+once, when the model is built.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -10,18 +17,27 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
 class RMSNorm:
-    """y = x / rms(x) * weight over the last dimension, computed in float32, by the product that reads y."""
+    """The weight of one norm; `parameters` are what kernels are given."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         self.weight = torch.empty(size, dtype=placement.dtype, device=placement.device)
         self.eps = eps
-
-    @property
-    def parameters(self) -> Norm:
-        return Norm(self.weight, self.eps)
+        self.parameters = Norm(self.weight, eps)
 
     def weight_slot(self) -> WeightSlot:
         def load(tensor: CheckpointTensor) -> None:
             self.weight.copy_(tensor.dense())
 
         return WeightSlot(tuple(self.weight.shape), load)
+
+
+@dataclass(frozen=True)
+class BlockNorms:
+    """The norms around one part of a block: x + part(before(x)), or x + after(part(x))."""
+
+    before: RMSNorm | None = None
+    after: RMSNorm | None = None
+    following: RMSNorm | None = None  # reads the sum next; None: nobody does, or not at once
+
+
+NO_NORMS = BlockNorms()

@@ -14,23 +14,28 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig, RopeScaling
 
 
-class RotaryTables:
-    """Rotations of positions 0 to `context_length` - 1 in each layer.
+class RotaryTable:
+    """The rotations of positions 0 to `context_length` - 1: cos and sin [context_length, head_dim / 2]."""
 
-    A layer without rotation (NoPE, Kazemnejad et al., arXiv 2305.19466) has a table of its own, of angles 0.
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._cos, self._sin = cos, sin
+
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """positions [tokens] int64 -> their rotation"""
+        return Rotation(self._cos, self._sin, positions)
+
+
+def rotary_tables(config: ModelConfig, context_length: int, placement: Placement) -> list[RotaryTable]:
+    """The table of each layer, which layers share.
+
+    A layer without rotation (NoPE, Kazemnejad et al., arXiv 2305.19466) has one of angles 0.
     """
-
-    def __init__(self, config: ModelConfig, context_length: int, placement: Placement) -> None:
-        inverse, amplitude = inverse_frequencies(config)
-        self._tables = [_table(inverse, amplitude, context_length, placement)]
-        if config.unrotated_layers:
-            self._tables.append(_table(torch.zeros_like(inverse), 1.0, context_length, placement))
-        self._of_layers = [int(layer in config.unrotated_layers) for layer in range(config.num_layers)]
-
-    def at(self, positions: torch.Tensor) -> list[Rotation]:
-        """positions [tokens] int64 -> their rotation in each layer"""
-        rotations = [Rotation(cos, sin, positions) for cos, sin in self._tables]
-        return [rotations[table] for table in self._of_layers]
+    inverse, amplitude = inverse_frequencies(config)
+    rotated = RotaryTable(*_table(inverse, amplitude, context_length, placement))
+    if not config.unrotated_layers:
+        return [rotated] * config.num_layers
+    still = RotaryTable(*_table(torch.zeros_like(inverse), 1.0, context_length, placement))
+    return [still if layer in config.unrotated_layers else rotated for layer in range(config.num_layers)]
 
 
 def _table(

@@ -1,89 +1,78 @@
-"""The skeleton of a decoder-only transformer. An architecture hands in the parts that differ (see `llama.py`)."""
+"""The skeleton of a decoder-only transformer. An architecture says which parts differ (see `architectures.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from mini_sglang.attention.base import AttentionPlan
-from mini_sglang.kernels.interface import Residual, Rotation
+from mini_sglang.kernels.interface import Residual
+from mini_sglang.layers.attention import Attention
 from mini_sglang.layers.embedding import Embedding, OutputHead
-from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.layers.forward_batch import ForwardBatch
+from mini_sglang.layers.mlp import GatedMLP
+from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.layers.rotary import RotaryTables
+from mini_sglang.layers.rotary import RotaryTable, rotary_tables
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.models.forward_batch import ForwardBatch
 from mini_sglang.weights.tensor import WeightSlot
 
 
 class AttentionPart(Protocol):
-    def __call__(
-        self,
-        stream: Residual,
-        norm: RMSNorm,
-        rotation: Rotation,
-        plan: AttentionPlan,
-        rows: torch.Tensor | None,
-        then: RMSNorm | None,
-    ) -> Residual: ...
+    def __call__(self, residual: Residual, step: ForwardBatch) -> Residual: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
 
 class MLPPart(Protocol):
-    def __call__(self, stream: Residual, norm: RMSNorm, then: RMSNorm | None) -> Residual: ...
+    def __call__(self, residual: Residual) -> Residual: ...
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]: ...
 
 
-class Transformer:
-    """Embedding, `num_layers` blocks of attention and MLP, final norm, output head.
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What families do differently: the parts of a layer, and where its two norms stand.
 
-    `attention` and `mlp` make the parts of one layer from (config, placement, layer index); `norms` are names of the
-    checkpoint: of the norms that the two are handed.
+    With `post_norm` a norm is that of a part's output, not of its input. `norm_names` are the checkpoint's.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        placement: Placement,
-        *,
-        attention: Callable[[ModelConfig, Placement, int], AttentionPart],
-        mlp: Callable[[ModelConfig, Placement, int], MLPPart],
-        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
-    ) -> None:
+    attention: Callable[[ModelConfig, Placement, int, BlockNorms, RotaryTable], AttentionPart] = Attention
+    mlp: Callable[[ModelConfig, Placement, int, BlockNorms], MLPPart] = GatedMLP
+    post_norm: bool = False
+    norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+
+
+class Transformer:
+    """Embedding, `num_layers` blocks of attention and MLP, final norm, output head."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, architecture: Architecture) -> None:
         self.config = config
         self._placement = placement
         self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
-        self._rotary = RotaryTables(config, config.context_length, placement)
-        self._blocks = [
-            Block(config, placement, attention(config, placement, layer), mlp(config, placement, layer), norms)
-            for layer in range(config.num_layers)
-        ]
+        self._blocks = build_blocks(config, placement, architecture)
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self._head = OutputHead(config.hidden_size, config.vocab_size, placement)
+        self._head = OutputHead(config.hidden_size, config.vocab_size, placement, self._norm)
 
-    def __call__(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """-> logits [S, vocab_size] of the tokens in `batch.logit_rows`; the first rows of `out` where that is given"""
-        return self.logits(self.hidden(batch), out)
+    def __call__(self, step: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """-> logits [S, vocab_size] of the tokens in `step.logit_rows`; the first rows of `out` where that is given"""
+        return self.logits(self.hidden(step), out)
 
-    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """-> what the blocks make of the tokens in `batch.logit_rows` [S, hidden_size]"""
-        stream = Residual(self._embedding(batch.input_ids))
-        *rotations, last_rotation = self._rotary.at(batch.positions)
-        for (block, following), rotation in zip(pairwise(self._blocks), rotations, strict=True):
-            stream = block(stream, rotation, batch.plan, then=following.attention_norm)
-        return self._blocks[-1](stream, last_rotation, batch.plan, rows=batch.logit_rows).x
+    def hidden(self, step: ForwardBatch) -> torch.Tensor:
+        """-> what the blocks make of the tokens in `step.logit_rows` [S, hidden_size]"""
+        residual = Residual(self._embedding(step.input_ids))
+        for block in self._blocks:
+            residual = block(residual, step)
+        return residual.x
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [S, hidden_size], from `hidden` -> logits [S, vocab_size]; the first rows of `out` where that is given"""
-        return self._head(x, self._norm, None if out is None else out[: len(x)])
+        return self._head(x, None if out is None else out[: len(x)])
 
     def empty_logits(self, rows: int) -> torch.Tensor:
-        """Room for logits [rows, vocab_size], for who wants them in one place"""
+        """Room for logits [rows, vocab_size], for callers that want them in one place"""
         return torch.empty(rows, self.config.vocab_size, dtype=self._placement.dtype, device=self._placement.device)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -99,43 +88,38 @@ class Transformer:
 
 
 class Block:
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); or x + norm(attention(x)), if the parts are such."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Each part adds itself and knows its norm."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        placement: Placement,
-        attention: AttentionPart,
-        mlp: MLPPart,
-        norms: tuple[str, str],
-    ) -> None:
-        self._norm_names = norms
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self._attention = attention
-        self._mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self._mlp = mlp
+    def __init__(self, attention: AttentionPart, mlp: MLPPart, norms: dict[str, RMSNorm]) -> None:
+        self._attention, self._mlp = attention, mlp
+        self._norms = norms  # by the checkpoint's name
 
-    def __call__(
-        self,
-        stream: Residual,
-        rotation: Rotation,
-        plan: AttentionPlan,
-        *,
-        rows: torch.Tensor | None = None,
-        then: RMSNorm | None = None,
-    ) -> Residual:
-        """x [tokens, hidden] -> the same shape; with `rows` [S] int64 only these go on behind attention
-
-        `then` is the next layer's norm, which may be computed here already.
-        """
-        stream = self._attention(stream, self.attention_norm, rotation, plan, rows, self._mlp_norm)
-        return self._mlp(stream, self._mlp_norm, then)
+    def __call__(self, residual: Residual, step: ForwardBatch) -> Residual:
+        """x [tokens, hidden] -> the same shape; the last block returns only the rows whose logits are wanted"""
+        residual = self._attention(residual, step)
+        return self._mlp(residual)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
-        of_attention, of_mlp = self._norm_names
         return {
-            f"{prefix}.{of_attention}.weight": self.attention_norm.weight_slot(),
-            f"{prefix}.{of_mlp}.weight": self._mlp_norm.weight_slot(),
+            **{f"{prefix}.{name}.weight": norm.weight_slot() for name, norm in self._norms.items()},
             **self._attention.weight_slots(f"{prefix}.self_attn"),
             **self._mlp.weight_slots(f"{prefix}.mlp"),
         }
+
+
+def build_blocks(config: ModelConfig, placement: Placement, architecture: Architecture) -> list[Block]:
+    """The layers. Each part is told its neighbours: the norm before or after it, and the one that comes next."""
+    norms = [RMSNorm(config.hidden_size, config.rms_norm_eps, placement) for _ in range(2 * config.num_layers)]
+    if architecture.post_norm:
+        around = [BlockNorms(after=norm) for norm in norms]
+    else:
+        pairs = zip(norms, [*norms[1:], None], strict=True)
+        around = [BlockNorms(before=norm, following=following) for norm, following in pairs]
+    blocks = []
+    for layer, rotary in enumerate(rotary_tables(config, config.context_length, placement)):
+        of_attention, of_mlp = around[2 * layer : 2 * layer + 2]
+        attention = architecture.attention(config, placement, layer, of_attention, rotary)
+        mlp = architecture.mlp(config, placement, layer, of_mlp)
+        names = zip(architecture.norm_names, norms[2 * layer : 2 * layer + 2], strict=True)
+        blocks.append(Block(attention, mlp, dict(names)))
+    return blocks

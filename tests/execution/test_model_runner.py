@@ -16,9 +16,9 @@ from mini_sglang.execution.cuda_graph import GraphStep
 from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.model_runner import ModelRunner
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.kernels.interface import TorchKernels
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.layers.placement import Placement
-from mini_sglang.models.registry import build_model
+from mini_sglang.models.architectures import build_model
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
 from mini_sglang.weights.gguf_config import load_model_config

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.models.registry import ARCHITECTURES
+from mini_sglang.models.architectures import ARCHITECTURES
 from mini_sglang.sampling_params import SamplingParams
 
 ODD = {

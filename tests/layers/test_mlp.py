@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from mini_sglang.kernels.interface import Residual, TorchKernels
+from mini_sglang.kernels.interface import Residual
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.layers.mlp import GatedMLP
-from mini_sglang.layers.norm import RMSNorm
+from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel, connect_cpus
@@ -42,10 +43,11 @@ def tensor(name: str, *shape: int) -> DummyTensor:
 
 def computed(parallel: TensorParallel, post_norm: bool) -> torch.Tensor:
     placement = Placement(CPU, torch.float32, TorchKernels(), parallel=parallel)
-    mlp, norm = GatedMLP(CONFIG, placement, 0, post_norm=post_norm), RMSNorm(32, 1e-5, placement)
+    norm = RMSNorm(32, 1e-5, placement)
+    mlp = GatedMLP(CONFIG, placement, 0, BlockNorms(after=norm) if post_norm else BlockNorms(before=norm))
     for name, slot in {**mlp.weight_slots("mlp"), "norm.weight": norm.weight_slot()}.items():
         slot.load(tensor(name, *slot.shape))
-    return mlp(Residual(X.clone()), norm).x
+    return mlp(Residual(X.clone())).x
 
 
 def defined(post_norm: bool) -> torch.Tensor:

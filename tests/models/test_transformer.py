@@ -14,13 +14,13 @@ import torch
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.kernels.cpu.linear import CpuMatrix
-from mini_sglang.kernels.interface import Kernels, TorchKernels
+from mini_sglang.kernels.interface import Kernels
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.kernels.triton.kernels import TritonKernels
+from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
-from mini_sglang.models.forward_batch import ForwardBatch
-from mini_sglang.models.registry import build_model
+from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.weights.load import DummyTensor
 
@@ -55,12 +55,6 @@ class RandomTensor(DummyTensor):
     def dense(self) -> torch.Tensor:
         values = super().dense()
         return (1 + 20 * (values - 1)).abs() if self.name.endswith("norm.weight") else 10 * values
-
-
-@pytest.fixture(autouse=True)
-def matrices_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU too, which has its own."""
-    monkeypatch.setattr(CpuMatrix, "available", staticmethod(lambda dtype: False))
 
 
 def model_on(kernels: Kernels, config: ModelConfig, *, seed: int = 0) -> Transformer:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, Qwen3Config, SmolLM3Config
 
 from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling
-from mini_sglang.models.registry import ARCHITECTURES
+from mini_sglang.models.architectures import ARCHITECTURES
 
 # As published with Llama-3.1-8B-Instruct, shortened.
 LLAMA_3_1: dict[str, Any] = {

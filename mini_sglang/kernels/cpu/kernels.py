@@ -22,8 +22,11 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
+from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.cpu.threads import SharedWork, next_share
-from mini_sglang.kernels.interface import KVCells, Rotation, TorchExperts, TorchKernels, TorchMatrix
+from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
+from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
+from mini_sglang.weights.tensor import QuantizedBlocks
 
 FEW_ROWS = 32  # computed by one thread
 
@@ -40,10 +43,11 @@ class CpuKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._compiled = _kernels(np.float32 if dtype == torch.float32 else np.uint16)
+        self._prepack = CpuMatrix.available(dtype)
         self._torch = TorchKernels()
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchMatrix:
-        return TorchMatrix(self, weight, bias)
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
+        return CpuMatrix(self, weight, bias, blocks) if self._prepack else TorchMatrix(self, weight, bias)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
         return TorchExperts(self, gate_up, down)

@@ -36,7 +36,7 @@ class CpuMatrix:
     def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.silu_mul(self.matmul(x, norm))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
         if self._int4 is None or len(x) > _MAX_PACKED_ROWS:
             return Residual(self._dense.multiply_add(x, residual))
         return Residual(residual + self._int4.multiply(x))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mini_sglang.kernels.interface import KVCells, Matrix, Norm, Residual, Rotation, linear
+from mini_sglang.kernels.interface import KVCells, Matrix, Norm, Residual, Rotation
+from mini_sglang.kernels.torch_kernels import linear
 from mini_sglang.kernels.triton.embedding import embedding
 from mini_sglang.kernels.triton.experts import experts
 from mini_sglang.kernels.triton.gemv import MAX_ROWS, gemv
@@ -14,6 +15,7 @@ from mini_sglang.kernels.triton.rope_store import rope_store
 from mini_sglang.kernels.triton.routing import route
 from mini_sglang.kernels.triton.silu_mul import silu_mul
 from mini_sglang.kernels.triton.small_gemm import gated_tile, split_k_matmul
+from mini_sglang.weights.tensor import QuantizedBlocks
 
 
 class TritonKernels:
@@ -22,7 +24,7 @@ class TritonKernels:
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
         if self._deterministic:
             return InvariantMatrix(weight, bias)
         return TritonMatrix(weight, bias)
@@ -88,13 +90,13 @@ class TritonMatrix:
             return silu_mul(self.matmul(x, norm), prefetch=prefetch)
         return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True, tile=tile)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
         if _is_few(x):
             return Residual(gemv(x, self.weight, bias=self._bias, residual=residual))
         if self._bias is not None:
             return Residual(residual + self.matmul(x))
-        if then is not None and (parts := split_k_matmul(x, self.weight)) is not None:
-            return Residual(residual, rms_norm(residual, then.weight, then.eps, parts=parts))
+        if next_norm is not None and (parts := split_k_matmul(x, self.weight)) is not None:
+            return Residual(residual, rms_norm(residual, next_norm.weight, next_norm.eps, parts=parts))
         return Residual(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
 
 
@@ -110,7 +112,7 @@ class InvariantMatrix:
     def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(_normed(x, norm, self.weight), self.weight, self._bias, gated=True)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None = None) -> Residual:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
         return Residual(matmul(x, self.weight, self._bias, residual=residual))
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mini_sglang.kernels.cpu.kernels import FEW_ROWS, CpuKernels
-from mini_sglang.kernels.interface import KVCells, Rotation, TorchKernels
+from mini_sglang.kernels.interface import KVCells, Rotation
+from mini_sglang.kernels.torch_kernels import TorchKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 5, FEW_ROWS + 1, 4 * FEW_ROWS]

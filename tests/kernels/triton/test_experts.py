@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mini_sglang.kernels.cpu.kernels import CpuKernels
-from mini_sglang.kernels.interface import Kernels, TorchKernels
+from mini_sglang.kernels.interface import Kernels
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.kernels.triton.experts import (
     EXPERT_TILES,
     ExpertTile,

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mini_sglang.kernels.interface import Norm, TorchKernels
+from mini_sglang.kernels.interface import Norm
+from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.kernels.triton.gemv import MAX_ROWS
 from mini_sglang.kernels.triton.kernels import TritonKernels
 

@@ -1,0 +1,113 @@
+"""`Kernels` in PyTorch: the definition of what every device computes. Runs everywhere; knows no model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.interface import Kernels, KVCells, Matrix, Norm, Residual, Rotation
+from mini_sglang.weights.tensor import QuantizedBlocks
+
+
+class TorchKernels:
+    """Plain PyTorch, on any device and in any dtype. `prepack` lays weights out for oneDNN, on a CPU that has it."""
+
+    def __init__(self, *, prepack: bool = False) -> None:
+        self._prepack = prepack
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
+        return CpuMatrix(self, weight, bias, blocks) if self._prepack else TorchMatrix(self, weight, bias)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
+        return TorchExperts(self, gate_up, down)
+
+    def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
+        return ids.int(), weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, table)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        target: KVCells,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        kv_heads, head_dim = target.keys.shape[1:]
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        num_heads = heads.shape[1] - 2 * kv_heads
+        qk, v = heads.split((num_heads + kv_heads, kv_heads), dim=1)
+        if q_norm is not None and k_norm is not None:
+            q, k = qk.split((num_heads, kv_heads), dim=1)
+            qk = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
+        cos, signed_sin = rotation.of_tokens
+        # rolling by half a head swaps the halves; the sign lies in the table
+        rotated: torch.Tensor = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), signed_sin)
+        target.store(rotated[:, num_heads:], v)
+        return rotated[:, :num_heads]
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated: torch.Tensor = F.silu(gate).mul_(up)
+        return gated
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear` of x [T, in], which has no `out` of its own."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+class TorchMatrix:
+    """`Matrix` in PyTorch, around the norm and the gating of any kernels."""
+
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._kernels, self.weight, self._bias = kernels, weight, bias
+
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        if norm is not None:
+            x = self._kernels.rms_norm(x, norm.weight, norm.eps)
+        return linear(x, self.weight, self._bias, out)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.silu_mul(self.matmul(x, norm))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
+        if self._bias is not None:
+            return Residual(residual + self.matmul(x))
+        return Residual(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
+
+
+class TorchExperts:
+    """`Experts` in PyTorch, around the products and the gating of any kernels: two products per touched expert.
+
+    The sum over a token's experts runs in the order of its ids, whatever other tokens there are. The host reads how
+    many tokens each expert has, so this cannot lie in a CUDA graph.
+    """
+
+    def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._kernels = kernels
+        self._gate_up = [TorchMatrix(kernels, weight, None) for weight in gate_up]
+        self._down = [TorchMatrix(kernels, weight, None) for weight in down]
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        flat, per_token = ids.flatten(), ids.shape[1]
+        outputs = x.new_empty(len(flat), x.shape[1])
+        by_expert = flat.argsort(stable=True).split(flat.bincount(minlength=len(self._down)).tolist())
+        for gate_up, down, places in zip(self._gate_up, self._down, by_expert, strict=True):
+            if len(places):  # in `flat`: where tokens chose this expert
+                gated = self._kernels.silu_mul(gate_up.matmul(x[places // per_token]))
+                outputs[places] = down.matmul(gated)
+        combined = (outputs.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)  # float32
+        return residual + combined.to(residual.dtype)
