@@ -30,8 +30,8 @@ from mini_sglang.kernels.triton.experts import (
 )
 from mini_sglang.kernels.triton.routing import ExpertOrder, route, sort_by_expert
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.model_config import load_model_config
 
 SHAPES = Path(__file__).parent / "shapes"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)

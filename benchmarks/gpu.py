@@ -46,8 +46,8 @@ from mini_sglang.bench.offline import Workload, measure_offline
 from mini_sglang.bench.roofline import Ceilings
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.model_config import load_model_config
 
 ROOT = Path(__file__).parents[1]
 SMALL, LARGE = "qwen3-0.6b", "qwen3-8b"

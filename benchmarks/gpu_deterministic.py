@@ -24,7 +24,8 @@ import torch
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.execution.model_runner import ModelRunner, Sampled
+from mini_sglang.execution.device_sampler import DeviceSampler
+from mini_sglang.execution.sampler import Sampled
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import Row
 
@@ -57,13 +58,19 @@ class Request:
 def recorded() -> Iterator[list[tuple[Row, torch.Tensor]]]:
     """The rows that steps launched in here sample, and their logits, which hold until the next launch."""
     step: list[tuple[Row, torch.Tensor]] = []
-    complete = ModelRunner._complete
+    complete = DeviceSampler.complete
 
-    def recording(runner: ModelRunner, rows: list[Row], token_ids: torch.Tensor, logits: torch.Tensor) -> Sampled:
+    def recording(
+        sampler: DeviceSampler,
+        rows: list[Row],
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        on_host: memoryview[int] | None = None,
+    ) -> Sampled:
         step.extend(zip(rows, logits, strict=True))
-        return complete(runner, rows, token_ids, logits)
+        return complete(sampler, rows, token_ids, logits, on_host)
 
-    with mock.patch.object(ModelRunner, "_complete", recording):
+    with mock.patch.object(DeviceSampler, "complete", recording):
         yield step
 
 

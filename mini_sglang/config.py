@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -102,9 +102,22 @@ class EngineConfig:
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"dist_init_addr must be HOST:PORT, got {self.dist_init_addr!r}")
 
-    def replace(self, **changes: object) -> EngineConfig:
+    def replace(self, **changes: object) -> Self:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An EngineConfig in which nothing is left open: what was `auto` or None is what machine and model give."""
+
+    num_pages: int
+    context_length: int
+    max_running_requests: int
+    max_prefill_tokens: int
+    run_ahead: int = 0
+    cuda_graph_max_bs: int = 0
+    num_threads: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

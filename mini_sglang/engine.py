@@ -47,7 +47,7 @@ class Engine:
         self.config = self.executor.config
         self.model_config = self.executor.model_config
         self.scheduler = Scheduler(self.config)
-        self._run_ahead = self.config.run_ahead or 0
+        self._run_ahead = self.config.run_ahead
         self._inflight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self._random = random.Random()
         model = self.model_config

@@ -26,7 +26,7 @@ from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
-from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.hub import find_model
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -58,13 +58,7 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
         config = EngineConfig(model=model, **fields)
-        source = resolve_model(
-            config.model,
-            source=config.model_source,
-            revision=config.revision,
-            weights_needed=config.load_format != "dummy",
-        )
-        self.tokenizer: Tokenizer = load_tokenizer(source)
+        self.tokenizer: Tokenizer = load_tokenizer(find_model(config))
         self.engine = Engine(config, self.tokenizer)
         self._running: dict[str, _Running] = {}
         self._next_id = itertools.count()

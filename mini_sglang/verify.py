@@ -22,9 +22,9 @@ from mini_sglang.model_config import ExpertsConfig, ModelConfig
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf import open_gguf
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.gguf_file import GGUFFile
-from mini_sglang.weights.hub import ModelSource, resolve_model
+from mini_sglang.weights.hub import ModelSource, find_model
+from mini_sglang.weights.model_config import load_model_config
 
 PROMPTS = {
     "capital": "The capital of France is",
@@ -70,7 +70,7 @@ def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable
 
     Raises what loading the model raises, and ValueError if `max_tokens` is below 1 or leaves no room for a prompt.
     """
-    source = resolve_model(config.model, source=config.model_source, revision=config.revision)
+    source = find_model(config)
     context_length = config.context_length or load_model_config(source).context_length
     longest = context_length - max_tokens  # small models take beginnings of long prompts
     if longest < 1:

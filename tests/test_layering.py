@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"kernels"},
     "layers": {"attention.base", "kernels.interface", "model_config", "parallel", "weights.tensor"},
     "models": {"kernels.interface", "layers", "model_config", "weights.tensor"},
-    "weights": {"model_config"},
+    "weights": {"config", "model_config"},
     "execution": {
         "attention",
         "child_process",

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mini_sglang.bench.hardware import measure_ceilings
 from mini_sglang.bench.roofline import Ceilings, Traffic, num_weights
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
@@ -100,7 +100,7 @@ def _simulated(rate: float) -> tuple[list[float], list[float], int, float]:
         at += rng.expovariate(rate)
         arrivals[str(index)] = at
     simulation = Simulation(
-        EngineConfig(
+        ResolvedConfig(
             page_size=16, num_pages=8000, context_length=1024, max_prefill_tokens=1024, max_running_requests=64
         )
     )

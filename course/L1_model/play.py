@@ -18,10 +18,10 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.architectures import build_model
 from mini_sglang.text.tokenizer import load_tokenizer
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from mini_sglang.weights.load import load_weights
+from mini_sglang.weights.model_config import load_model_config
 
 PROMPT = "The capital of France is"
 

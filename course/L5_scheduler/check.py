@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.learn.checking import expect, guards
 from mini_sglang.request import Request, RequestStatus
 from mini_sglang.sampling_params import SamplingParams
@@ -11,10 +11,10 @@ from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation
 
 
-def config(**fields: object) -> EngineConfig:
+def config(**fields: object) -> ResolvedConfig:
     defaults: dict[str, object] = {"page_size": 4, "num_pages": 64, "context_length": 200}
     defaults |= {"max_prefill_tokens": 16, "max_running_requests": 64}
-    return EngineConfig(**{**defaults, **fields})  # type: ignore[arg-type]
+    return ResolvedConfig(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
 def request(name: str, length: int, max_tokens: int = 8, *, like: int | None = None) -> Request:

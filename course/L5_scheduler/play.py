@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.request import Request, RequestStatus
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import Row, ScheduledBatch
@@ -39,7 +39,7 @@ def main() -> None:
 def _run(arrivals: list[Arrival], budget: int, num_pages: int) -> tuple[dict[str, Text], dict[str, list[float]]]:
     """One line of cells per request, and when each of its tokens came, in ms."""
     simulation = Simulation(
-        EngineConfig(
+        ResolvedConfig(
             page_size=4, num_pages=num_pages, context_length=200, max_prefill_tokens=budget, max_running_requests=8
         )
     )

@@ -16,8 +16,8 @@ from mini_sglang.attention.transfer import staged
 from mini_sglang.execution import cuda_graph
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, StepGraphs, graph_sizes
 from mini_sglang.execution.executor import StepHandle
-from mini_sglang.execution.model_runner import Sampled
 from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.execution.sampler import Sampled
 from mini_sglang.learn.checking import LessonError, expect, guards
 from mini_sglang.observability.observer import EngineObserver, PhaseName
 from mini_sglang.outputs import StepOutputs
@@ -236,13 +236,13 @@ class Event:
         self.stream.run(self.position)
 
 
-class Landing:
+class HostBuffer:
     def __init__(self, stream: Stream) -> None:
         self.token_ids, self.arrived, self.started = Pinned(stream, [0] * 4), Event(stream), Event(stream)
 
 
-def handle_of(tokens: list[int], host_buffers: list[Landing]) -> StepHandle:
-    """The handle of a step that gets a free host_buffer, as the executor hands it out."""
+def handle_of(tokens: list[int], host_buffers: list[HostBuffer]) -> StepHandle:
+    """The handle of a step that gets a free host buffer, as the executor hands it out."""
     sampled = Sampled(OnDevice(tokens), [None] * len(tokens), {})  # type: ignore[arg-type]
     return StepHandle(sampled, host_buffers.pop(), host_buffers)  # type: ignore[arg-type]
 
@@ -250,7 +250,7 @@ def handle_of(tokens: list[int], host_buffers: list[Landing]) -> StepHandle:
 @guards("copy-that-blocks")
 def test_a_launch_does_not_wait_for_the_tokens() -> None:
     stream = Stream()
-    handle_of([7, 8], [Landing(stream)])
+    handle_of([7, 8], [HostBuffer(stream)])
     expect(
         (len(stream.queue), stream.blocked),
         (1, 0),
@@ -263,7 +263,7 @@ def test_a_launch_does_not_wait_for_the_tokens() -> None:
 @guards("read-without-waiting")
 def test_tokens_are_read_when_they_have_arrived() -> None:
     expect(
-        handle_of([7, 8], [Landing(Stream())]).result().token_ids,
+        handle_of([7, 8], [HostBuffer(Stream())]).result().token_ids,
         [7, 8],
         "tokens of a step that sampled 7 and 8",
         invariant="pinned memory holds what it held before, until the event behind the copy has come",
@@ -271,10 +271,10 @@ def test_tokens_are_read_when_they_have_arrived() -> None:
     )
 
 
-@guards("host_buffer-free-too-early")
-def test_a_landing_belongs_to_one_step_until_it_is_read() -> None:
+@guards("host-buffer-free-too-early")
+def test_a_host_buffer_belongs_to_one_step_until_it_is_read() -> None:
     stream = Stream()
-    host_buffers = [Landing(stream), Landing(stream)]
+    host_buffers = [HostBuffer(stream), HostBuffer(stream)]
     first, second = handle_of([1, 2], host_buffers), handle_of([3, 4], host_buffers)
     stream.run(2)  # the device has done both before the host looks
     expect(
@@ -286,43 +286,43 @@ def test_a_landing_belongs_to_one_step_until_it_is_read() -> None:
     )
 
 
-@guards("host_buffer-never-free")
-def test_a_landing_is_used_again() -> None:
-    host_buffers = [Landing(Stream())]
+@guards("host-buffer-never-free")
+def test_a_host_buffer_is_used_again() -> None:
+    host_buffers = [HostBuffer(Stream())]
     handle = handle_of([1], host_buffers)
-    expect(len(host_buffers), 0, "free host_buffers while a step is in flight")
+    expect(len(host_buffers), 0, "free host buffers while a step is in flight")
     handle.result()
     expect(handle.result().token_ids, [1], "tokens when the result is asked for again")
     expect(
         len(host_buffers),
         1,
-        "free host_buffers after the step was read, twice",
+        "free host buffers after the step was read, twice",
         invariant="pinned memory is allocated once, since allocating it makes host and device wait",
         read="L9: Tokens on their way",
     )
 
 
 def test_tokens_that_the_step_leaves_on_the_host_are_not_copied() -> None:
-    stream, arriving = Stream(), array("q", [0, 0])
-    host_buffers = [Landing(stream)]
-    sampled = Sampled(OnDevice([7, 8]), [None, None], {}, memoryview(arriving))  # type: ignore[arg-type]
+    stream, on_host = Stream(), array("q", [0, 0])
+    host_buffers = [HostBuffer(stream)]
+    sampled = Sampled(OnDevice([7, 8]), [None, None], {}, memoryview(on_host))  # type: ignore[arg-type]
     handle = StepHandle(sampled, host_buffers.pop(), host_buffers)  # type: ignore[arg-type]
     expect(len(stream.queue), 0, "copies queued by the launch of a step whose graph leaves its tokens in pinned memory")
-    arriving[:] = array("q", [7, 8])
+    on_host[:] = array("q", [7, 8])
     expect(handle.result().token_ids, [7, 8], "tokens that it left there", read="L9: Nothing beside the replay")
 
 
 def test_a_result_comes_with_the_devices_time() -> None:
-    handle = handle_of([7], [Landing(Stream())])
+    handle = handle_of([7], [HostBuffer(Stream())])
     expect(handle.device_us, None, "microseconds of a step that has not been read")
     handle.result()
-    expect(handle.device_us, 1000, "microseconds between the host_buffer's two events, once both have happened")
+    expect(handle.device_us, 1000, "microseconds between the host buffer's two events, once both have happened")
 
 
 def test_without_a_gpu_the_tokens_are_there() -> None:
     handle = StepHandle(Sampled(torch.tensor([7, 8]), [None, None], {}), None, [])
     result = handle.result()
-    expect(result.token_ids, [7, 8], "tokens of a step on a CPU, which has no host_buffer", read="L9: The exercise")
+    expect(result.token_ids, [7, 8], "tokens of a step on a CPU, which has no host buffer", read="L9: The exercise")
     expect(handle.device_us, None, "its microseconds on a device")
 
 
@@ -368,7 +368,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     monkeypatch.setattr(cuda_graph, "StepGraphs", RecordedGraphs)
     monkeypatch.setattr(pinned_ring, "take_pages", take_pages_reference)
     monkeypatch.setattr(pinned_ring, "leave_tokens", leave_tokens_reference)
-    graphs = DecodeGraphs(lambda slots: GraphStep(slots, slots), 6, small_table(CPU), None)
+    ring = pinned_ring.PinnedRing(small_table(CPU).page_table, 6)
+    graphs = DecodeGraphs(lambda slots: GraphStep(slots, slots), ring, 99, None)
     graphs._graphs.first_kernel = graphs._ring.take  # type: ignore[attr-defined]
     return graphs
 
@@ -477,15 +478,17 @@ def test_new_pages_arrive_in_the_step_that_gains_them(graphs: DecodeGraphs) -> N
 def test_real_graphs() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU; everything above holds without one")
+    from mini_sglang.execution.pinned_ring import PinnedRing  # needs Triton
+
     device = torch.device("cuda")
     with torch.inference_mode():
         table = small_table(device)
         pool = torch.cuda.graph_pool_handle()
-        real = DecodeGraphs(lambda slots: GraphStep(slots * 10, slots), 6, table, pool)
+        real = DecodeGraphs(lambda slots: GraphStep(slots * 10, slots), PinnedRing(table.page_table, 6), 99, pool)
         for page, slots in enumerate([(3, 1, 4, 5), (2, 0, 1), (5,), (1, 2, 3, 4, 5, 0)], 50):
             got = real.replay(slots, {4 * slots[0]: page} if page % 2 else {}).token_ids.tolist()
             expect(got, [10 * slot for slot in slots], f"a real graph's result for the slots {slots}")
-            expect(real.arriving(len(slots)).tolist(), got, "and what it left on the host")
+            expect(real.on_host(len(slots)).tolist(), got, "and what it left on the host")
             if page % 2:
                 first = int(table.page_table[slots[0], 0])
                 expect(first, page, f"first page of slot {slots[0]}, which the step gained")

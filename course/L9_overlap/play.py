@@ -84,6 +84,8 @@ def show_graphs(console: Console) -> None:
     if not torch.cuda.is_available():
         console.print("No GPU here: `check L9` replays on recorded addresses instead of real graphs.")
         return
+    from mini_sglang.execution.pinned_ring import PinnedRing  # needs Triton
+
     device, weights = torch.device("cuda"), torch.randn(512, 512, device="cuda") / 23
 
     def step(slots: torch.Tensor) -> GraphStep:
@@ -94,7 +96,8 @@ def show_graphs(console: Console) -> None:
 
     with torch.inference_mode():
         table = RequestTable(8, context_length=16, page_size=4, device=device, idle_page=0)
-        graphs = DecodeGraphs(step, 8, table, torch.cuda.graph_pool_handle())
+        ring = PinnedRing(table.page_table, 8)
+        graphs = DecodeGraphs(step, ring, table.idle_slot, torch.cuda.graph_pool_handle())
         slots = torch.tensor([3, 1, 4, 0], device=device)
         steps: dict[str, Callable[[], GraphStep]] = {
             "kernel by kernel": lambda: step(slots),

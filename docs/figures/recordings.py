@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.request import Request, RequestStatus
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 def record_schedule(scenario: Json) -> list[Json]:
     """`scenario`: budget, numPages, pageSize, slots, expectedOutput, and arrivals of step, name, prompt, maxTokens."""
     scheduler = Scheduler(
-        EngineConfig(
+        ResolvedConfig(
             page_size=scenario["pageSize"],
             num_pages=scenario["numPages"],
             max_prefill_tokens=scenario["budget"],

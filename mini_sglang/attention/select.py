@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mini_sglang.attention.base import AttentionBackend, AttentionMetadata, AttentionPlan
+from mini_sglang.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    DecodeGraphBackend,
+    PrefillGraphBackend,
+)
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
 from mini_sglang.kernels.interface import FP8
@@ -29,6 +35,22 @@ class Backends:
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
         return (self.decode if max(metadata.counts) == 1 else self.prefill).plan(metadata)
+
+
+@dataclass(frozen=True)
+class GraphBackends:
+    """Those that plan from device tensors alone, so that whole steps lie in CUDA graphs."""
+
+    decode: DecodeGraphBackend
+    prefill: PrefillGraphBackend | None  # None: only steps of one token per row can
+
+
+def graph_backends(backends: Backends) -> GraphBackends:
+    """`backends` as graphs use them. Raises ValueError if not even decodes can lie in a graph."""
+    decode, prefill = backends.decode, backends.prefill
+    if not isinstance(decode, DecodeGraphBackend):
+        raise ValueError(f"{type(decode).__name__} plans on the host, outside of any CUDA graph")
+    return GraphBackends(decode, prefill if isinstance(prefill, PrefillGraphBackend) else None)
 
 
 def make_backends(

@@ -24,8 +24,8 @@ from mini_sglang.bench.offline import Workload, measure_offline
 from mini_sglang.bench.roofline import Ceilings, Traffic
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
-from mini_sglang.weights.gguf_config import load_model_config
-from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.hub import find_model
+from mini_sglang.weights.model_config import load_model_config
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,7 @@ def bench_kernels(config: EngineConfig, output: Output, *, groups: Sequence[str]
         raise ValueError("bench kernels needs an NVIDIA GPU, and none was found")
     from mini_sglang.bench.kernels import measure_kernels  # Triton: only where there is a GPU
 
-    source = resolve_model(
-        config.model, source=config.model_source, revision=config.revision, weights_needed=config.load_format != "dummy"
-    )
+    source = find_model(config)
     dtype = torch.bfloat16 if config.dtype == "auto" else torch_dtype(config.dtype)
     ceilings = output.ceilings(torch.device("cuda"), dtype)
     times = measure_kernels(load_model_config(source), ceilings, groups=groups, page_size=config.page_size, dtype=dtype)

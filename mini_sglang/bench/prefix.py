@@ -16,7 +16,7 @@ from rich.progress import track
 
 from mini_sglang.bench.optimal_cache import belady_hits, number_beginnings, unlimited_hits
 from mini_sglang.bench.traces import TraceRow, block_tokens
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import StepResult
@@ -143,7 +143,7 @@ def count_hits(rows: Sequence[TraceRow], pools: Sequence[int]) -> list[int]:
 def _scheduler(num_pages: int, page_size: int, longest: int) -> Scheduler:
     """For prompts of up to `longest` tokens, one at a time and each in one step."""
     return Scheduler(
-        EngineConfig(
+        ResolvedConfig(
             num_pages=num_pages,
             page_size=page_size,
             context_length=longest + 1,

@@ -10,14 +10,16 @@ import ctypes
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from mini_sglang.attention.transfer import staged
-from mini_sglang.execution.request_table import RequestTable
+
+if TYPE_CHECKING:  # it needs Triton
+    from mini_sglang.execution.pinned_ring import PinnedRing
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +77,13 @@ class StepGraphs:
 
 
 class DecodeGraphs:
-    """Graphs of `step`, a function of slots [rows] int64 on the device, for every batch up to `max_rows`."""
+    """Graphs of `step`, a function of slots [rows] int64 on the device, for every batch that `ring` has room for."""
 
-    def __init__(
-        self, step: Callable[[torch.Tensor], GraphStep], max_rows: int, table: RequestTable, pool: Any
-    ) -> None:
-        from mini_sglang.execution.pinned_ring import PinnedRing  # Triton: only where there is a GPU
-
-        self.max_rows = max_rows
-        self._idle_slot = table.idle_slot
-        self._ring = PinnedRing(table.page_table, max_rows)
-        self._slots = torch.full((max_rows,), table.idle_slot, dtype=torch.int64, device=table.page_table.device)
+    def __init__(self, step: Callable[[torch.Tensor], GraphStep], ring: PinnedRing, idle_slot: int, pool: Any) -> None:
+        self.max_rows = ring.rows
+        self._idle_slot = idle_slot
+        self._ring = ring
+        self._slots = torch.full((ring.rows,), idle_slot, dtype=torch.int64, device=ring.device)
         self._loaded: tuple[int, ...] = ()  # what self._slots begins with
 
         def whole_step(size: int) -> GraphStep:
@@ -94,7 +92,7 @@ class DecodeGraphs:
             self._ring.leave(outputs.token_ids)
             return outputs
 
-        self._graphs = StepGraphs(whole_step, graph_sizes(max_rows), "decode", pool)
+        self._graphs = StepGraphs(whole_step, graph_sizes(ring.rows), "decode", pool)
         self._ring.restart()
 
     def replay(self, slots: tuple[int, ...], pages: Mapping[int, int]) -> GraphStep:
@@ -111,7 +109,7 @@ class DecodeGraphs:
         self._ring.put(pages)
         return self._graphs.replay(size, len(slots))
 
-    def arriving(self, rows: int) -> memoryview[int]:
+    def on_host(self, rows: int) -> memoryview[int]:
         """Where the first `rows` tokens of the last replay are on the host, once it has run; as `PinnedRing.tokens`."""
         return self._ring.tokens(rows)
 

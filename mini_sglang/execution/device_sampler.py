@@ -1,20 +1,18 @@
-"""How each running request is sampled, kept on a GPU by slot, and the draw by it, in a decode step's graph or outside.
+"""How each running request is sampled, kept on a GPU by slot, and the draw by it, in a graph or outside.
 
-It draws the tokens that `sampler.py` defines, for all rows but those that are biased (`is_biased` there).
+It draws the tokens that `sampler.py` defines; rows that are biased (`is_biased` there) are drawn again by that.
 Needs Triton, so it is imported only where there is a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.execution.sampler import is_biased, is_penalised
+from mini_sglang.execution.sampler import Sampled, TorchSampler, is_biased, is_penalised
 from mini_sglang.kernels.triton.sampling import PROMPT, SlotState, sample_slots
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewRow
+from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
 
 _MAX_COUNT = 2**15 - 1
 _PLAIN_GREEDY = SamplingParams(temperature=0)
@@ -28,6 +26,8 @@ class DeviceSampler:
 
     def __init__(self, table: RequestTable, vocab_size: int) -> None:
         self._table = table
+        self._torch = TorchSampler(table)
+        self._wanting_more: set[int] = set()  # slots with a bias or log-probabilities
         self._vocab_size = vocab_size
         slots, device = table.num_computed.shape[0], table.num_computed.device
         greedy = torch.tensor(_settings(_PLAIN_GREEDY, vocab_size), dtype=torch.float64, device=device)
@@ -40,19 +40,43 @@ class DeviceSampler:
             idle_slot=table.idle_slot,
         )
 
-    def take(self, new_rows: Sequence[NewRow]) -> None:
-        """Take in the requests that came into a slot."""
+    def take(self, batch: ScheduledBatch) -> None:
+        """Take in the requests that came into a slot, and what the step's rows under a grammar may draw."""
+        self._torch.take(batch)
+        new_rows = batch.new_rows
         if not new_rows:
             return
         slots = self._table.send([new.slot for new in new_rows])
-        # a biased row is drawn by the host: here it is anything cheap
+        # a biased row is drawn again: here it is anything cheap
         drawn = [_PLAIN_GREEDY if is_biased(new.params) else new.params for new in new_rows]
         settings = [_settings(params, self._vocab_size) for params in drawn]
         self._state.settings[slots] = self._table.send(settings, torch.float64)
         self._state.seeds[slots] = self._table.send([new.seed for new in new_rows])
         for new, params in zip(new_rows, drawn, strict=True):
+            wants_more = is_biased(new.params) or new.params.logprobs is not None
+            (self._wanting_more.add if wants_more else self._wanting_more.discard)(new.slot)
             if is_penalised(params):
                 self._count(new)
+
+    def sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
+        """Draw one token per row, and what else it asks for. logits [len(rows), vocab]"""
+        slots = self._table.send([row.slot for row in rows])
+        positions = self._table.send([row.start + row.count for row in rows], torch.int32)
+        return self.complete(rows, self.draw(logits, slots, positions), logits)
+
+    def complete(
+        self, rows: list[Row], token_ids: torch.Tensor, logits: torch.Tensor, on_host: memoryview[int] | None = None
+    ) -> Sampled:
+        """What the draw leaves to do: draw biased rows again and look up log-probabilities.
+
+        `on_host` is where the step leaves its tokens by itself; it holds only if nothing is drawn again.
+        """
+        if not self._wanting_more or self._wanting_more.isdisjoint(row.slot for row in rows):
+            return Sampled(token_ids, [None] * len(rows), on_host=on_host)
+        biased = [index for index, row in enumerate(rows) if is_biased(self._table.request(row.slot).params)]
+        if biased:
+            token_ids[biased] = self._torch.draw([rows[index] for index in biased], logits[biased])
+        return Sampled(token_ids, self._torch.logprobs(rows, logits, token_ids))
 
     def _count(self, new: NewRow) -> None:
         prompt, output = self._table.send(new.token_ids).tensor_split([new.num_prompt_tokens])

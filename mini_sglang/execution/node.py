@@ -87,4 +87,4 @@ def _watch(job: Job, workers: LocalWorkers, context: zmq.Context[zmq.Socket[byte
                 reports.connect(job.reports)
                 reports.send(encode_report(ended))
             raise RankError(str(ended))
-    raise RankError(f"rank 0 was not heard of for {SILENT_TICKS * TICK_S:.0f} s: it has ended, was stopped or cut off")
+    raise RankError(f"rank 0 has been silent for {SILENT_TICKS * TICK_S:.0f} s: it has ended, was stopped or cut off")

@@ -25,6 +25,7 @@ class PinnedRing:
 
     def __init__(self, page_table: torch.Tensor, rows: int) -> None:
         self.rows = rows
+        self.device = page_table.device
         self._page_table = page_table
         on_gpu = page_table.is_cuda
         self._pages = torch.zeros(DEPTH, 1 + 2 * rows, dtype=torch.int64, pin_memory=on_gpu)

@@ -1,4 +1,4 @@
-"""Steps that compute prompts as CUDA graphs: one for each of some sizes, whatever rows the tokens belong to.
+"""Steps that prefill as CUDA graphs: one for each of some sizes, whatever rows the tokens belong to.
 
 Launching every kernel of such a step costs the host more than a small model's kernels take. What a step consists of is
 sent as one list of integers; all that follows from it is computed inside the graph. Spare tokens belong to the idle
@@ -32,37 +32,30 @@ class PrefillInputs(NamedTuple):
 
 
 class PrefillGraphs:
-    """Graphs of `step` for up to `max_rows` rows and the largest of `sizes` (ascending) tokens, in `pool`'s memory."""
+    """Graphs of `step` over `inputs`, for `sizes` (ascending) tokens, in `pool`'s memory."""
 
     def __init__(
-        self,
-        step: Callable[[PrefillInputs], GraphStep],
-        table: RequestTable,
-        backend: PrefillGraphBackend,
-        max_rows: int,
-        sizes: list[int],
-        pool: Any,
+        self, step: Callable[[PrefillInputs], GraphStep], inputs: PackedInputs, sizes: list[int], pool: Any
     ) -> None:
-        self._max_rows, self._short_prompt = max_rows, backend.short_prompt
-        self._order = order = PackedInputs(table, backend, max_rows, sizes[-1])
+        self._inputs = inputs
         self._graphs = StepGraphs(
-            lambda size: step(order.inputs(size)), sizes, "prompt", pool, prepare=lambda size: order.send([], size)
+            lambda size: step(inputs.of_size(size)), sizes, "prefill", pool, prepare=lambda size: inputs.send([], size)
         )
 
     def fits(self, rows: list[Row]) -> bool:
         """Whether there is a graph for such a step that computes few spare tokens and is not slow with long prompts."""
         tokens = sum(row.count for row in rows)
-        if len(rows) > self._max_rows or tokens > self._graphs.sizes[-1]:
+        if len(rows) > self._inputs.max_rows or tokens > self._graphs.sizes[-1]:
             return False
         longest = max((row.start + row.count for row in rows if row.count > 1), default=0)
-        if tokens > _FINE_UP_TO and longest > self._short_prompt:
+        if tokens > _FINE_UP_TO and longest > self._inputs.backend.short_prompt:
             return False
         return self._graphs.size_for(tokens) - tokens <= max(_SPARE, min(tokens, _FINE_UP_TO) // 4)
 
     def replay(self, rows: list[Row]) -> GraphStep:
         """Run one step that `fits`; the entries of its result are those of the rows that sample."""
         size = self._graphs.size_for(sum(row.count for row in rows))
-        self._order.send(rows, size)
+        self._inputs.send(rows, size)
         return self._graphs.replay(size, sum(row.samples for row in rows))
 
 
@@ -73,41 +66,42 @@ class PackedInputs:
     """
 
     def __init__(self, table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int) -> None:
-        self._table, self._backend, self._max_rows = table, backend, max_rows
+        self.backend, self.max_rows = backend, max_rows
+        self._table = table
         tiles = backend.max_prefill_tiles(max_rows, max_tokens)
-        self._order = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
+        self._packed = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
 
     def send(self, rows: list[Row], size: int) -> None:
-        """Write the order of a step that computes `rows`, filled up to `size` tokens."""
-        idle, spare = self._table.idle_slot, self._max_rows - len(rows)
+        """Write what a step consists of that computes `rows`, filled up to `size` tokens."""
+        idle, spare = self._table.idle_slot, self.max_rows - len(rows)
         starts, counts = [row.start for row in rows], [row.count for row in rows]
         sampling = [row for row in rows if row.samples]
-        order = [row.slot for row in rows] + [idle] * (spare + 1)
-        order += starts + [0] * (spare + 1)
-        order += counts + [0] * spare + [size - sum(counts)]
-        spare = self._max_rows - len(sampling)
-        order += [row.slot for row in sampling] + [idle] * spare
-        order += [row.start + row.count for row in sampling] + [0] * spare
-        order += last_tokens_of_sampling_rows(rows) + [0] * spare
-        tiles = self._backend.max_prefill_tiles(self._max_rows, size)
-        order += self._backend.prefill_tiles(starts, counts, tiles, idle_row=self._max_rows)
-        self._order[: len(order)].copy_(staged(order, self._order.device), non_blocking=True)
+        packed = [row.slot for row in rows] + [idle] * (spare + 1)
+        packed += starts + [0] * (spare + 1)
+        packed += counts + [0] * spare + [size - sum(counts)]
+        spare = self.max_rows - len(sampling)
+        packed += [row.slot for row in sampling] + [idle] * spare
+        packed += [row.start + row.count for row in sampling] + [0] * spare
+        packed += last_tokens_of_sampling_rows(rows) + [0] * spare
+        tiles = self.backend.max_prefill_tiles(self.max_rows, size)
+        packed += self.backend.prefill_tiles(starts, counts, tiles, idle_row=self.max_rows)
+        self._packed[: len(packed)].copy_(staged(packed, self._packed.device), non_blocking=True)
 
-    def inputs(self, size: int) -> PrefillInputs:
-        """The tensors of a step of `size` tokens, from the order on the device. Advances the rows in the table."""
-        table, rows = self._table, self._max_rows
-        per_row, per_sample = self._order[: 3 * (rows + 1)], self._order[3 * (rows + 1) : 6 * rows + 3]
+    def of_size(self, size: int) -> PrefillInputs:
+        """The tensors of a step of `size` tokens, from the list on the device. Advances the rows in the table."""
+        table, rows = self._table, self.max_rows
+        per_row, per_sample = self._packed[: 3 * (rows + 1)], self._packed[3 * (rows + 1) : 6 * rows + 3]
         slots, starts, counts = per_row.view(3, rows + 1)
         sampling_slots, sampling_positions, logit_rows = per_sample.view(3, rows)
         slot_of_token, positions = spread(slots, starts, counts, size)
         positions = torch.where(slot_of_token == table.idle_slot, 0, positions)
         table.num_computed[slots] = torch.where(slots == table.idle_slot, 0, starts + counts)
-        plan = self._backend.plan_prefill(
+        plan = self.backend.plan_prefill(
             table.page_table[slots],
             table.cells(slot_of_token, positions),
             starts,
             counts,
-            self._order[6 * rows + 3 :][: self._backend.max_prefill_tiles(rows, size)],
+            self._packed[6 * rows + 3 :][: self.backend.max_prefill_tiles(rows, size)],
         )
         input_ids = table.tokens[slot_of_token, positions]
         return PrefillInputs(

@@ -13,7 +13,7 @@ import torch
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import look_up
 from mini_sglang.outputs import TokenLogprobs
-from mini_sglang.scheduling.batch import ScheduledBatch
+from mini_sglang.scheduling.batch import Row
 
 _PIECE = 128  # positions whose logits are in memory at a time
 
@@ -28,13 +28,19 @@ class Asked:
     count: int  # positions; the tokens looked up are those at start + 1 to start + count
     alternatives: int
 
+    @property
+    def indices(self) -> range:
+        """Of its tokens among the step's."""
+        return range(self.first, self.first + self.count)
 
-def asked_of(batch: ScheduledBatch, table: RequestTable) -> list[Asked]:
-    """What a step has to look up; mostly nothing."""
+
+def asked_of(rows: list[Row], table: RequestTable) -> list[Asked]:
+    """What a step of these rows has to look up; mostly nothing."""
     asked, first = [], 0
-    for row in batch.rows:
-        alternatives = table.prompt_alternatives(row.slot)
-        count = min(row.count, table.prompt_length(row.slot) - 1 - row.start)
+    for row in rows:
+        request = table.request(row.slot)
+        alternatives = request.params.prompt_logprobs
+        count = min(row.count, request.num_prompt_tokens - 1 - row.start)
         if alternatives is not None and count > 0:
             asked.append(Asked(row.slot, first, row.start, count, alternatives))
         first += row.count

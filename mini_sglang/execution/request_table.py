@@ -1,4 +1,4 @@
-"""What the device knows of each running request: its tokens, its page table and how to sample it, by slot.
+"""What is known of each running request by slot: its tokens and page table on the device, what it asked for beside.
 
 A scheduled batch brings only what changed; everything a step needs beyond that is expanded here, in a few vectorised
 operations, from the list of (slot, start, count). Sampled tokens are written back without a detour over the host.
@@ -6,16 +6,14 @@ operations, from the list of (slot, start, count). Sampled tokens are written ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.transfer import send
-from mini_sglang.execution.sampler import SamplingBatch, is_biased
-from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,8 @@ class RequestTable:
         self.page_table = torch.zeros(num_slots + 1, num_pages, dtype=torch.int64, device=device)
         self.page_table[self.idle_slot] = idle_page
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._params: list[SamplingParams | None] = [None] * num_slots
-        self._seeds = [0] * num_slots
-        self._prompt_lengths = [0] * num_slots
-        self._end_ids: list[list[int]] = [[]] * num_slots  # held back by `min_tokens`
-        self._masks: dict[int, bytes] = {}  # of this step's rows under a grammar
-        self._wanting_more: set[int] = set()  # slots with a bias or log-probabilities
+        self._requests: list[NewRow | None] = [None] * num_slots
+        self._asking: set[int] = set()  # slots whose prompt's log-probabilities are asked for
 
     @staticmethod
     def bytes_per_slot(context_length: int, page_size: int) -> int:
@@ -62,17 +56,30 @@ class RequestTable:
         tokens, pages = context_length + 1, -(-context_length // page_size)
         return tokens * torch.int32.itemsize + (pages + 1) * torch.int64.itemsize
 
-    def take_rows(self, batch: ScheduledBatch) -> None:
-        """Take in the batch's new rows."""
-        self._masks = batch.masks
-        for new in batch.new_rows:
-            self._take(new)
+    def take(self, new_rows: Sequence[NewRow]) -> None:
+        """Take in requests that came into a slot."""
+        for new in new_rows:
+            self.tokens[new.slot, : len(new.token_ids)] = self.send(new.token_ids)
+            self._requests[new.slot] = new
+            asks = new.params.prompt_logprobs is not None
+            (self._asking.add if asks else self._asking.discard)(new.slot)
 
-    def places_of(self, batch: ScheduledBatch) -> dict[int, int]:
+    def request(self, slot: int) -> NewRow:
+        """The request in a slot, as it came. Raises ValueError if none ever did."""
+        request = self._requests[slot]
+        if request is None:
+            raise ValueError(f"slot {slot} samples but no request was ever placed in it")
+        return request
+
+    def ask_prompt_logprobs(self, rows: Sequence[Row]) -> bool:
+        """Whether any of these rows may have to look up log-probabilities of its prompt."""
+        return bool(self._asking) and not self._asking.isdisjoint(row.slot for row in rows)
+
+    def places_of(self, new_pages: Sequence[NewPages]) -> dict[int, int]:
         """New pages by their place in the flat page table; one that is named twice takes the later page."""
         return {
             pages.slot * self._width + index: page_id
-            for pages in batch.new_pages
+            for pages in new_pages
             for index, page_id in enumerate(pages.page_ids, pages.first_index)
         }
 
@@ -81,15 +88,6 @@ class RequestTable:
         if pages:
             places, page_ids = self.send([tuple(pages), tuple(pages.values())])
             self.page_table.view(-1).index_copy_(0, places, page_ids)
-
-    def _take(self, new: NewRow) -> None:
-        self.tokens[new.slot, : len(new.token_ids)] = self.send(new.token_ids)
-        self._params[new.slot] = new.params
-        self._seeds[new.slot] = new.seed
-        self._prompt_lengths[new.slot] = new.num_prompt_tokens
-        self._end_ids[new.slot] = new.end_token_ids
-        wants_more = is_biased(new.params) or new.params.logprobs is not None
-        (self._wanting_more.add if wants_more else self._wanting_more.discard)(new.slot)
 
     def send(self, numbers: Sequence[object], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Numbers to the device, integers as int64 unless `dtype` says otherwise, without waiting for it."""
@@ -119,51 +117,6 @@ class RequestTable:
     def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where in the pool the token of each slot [T] at its position [T] lies, as page id * page_size + offset [T]"""
         return self.page_table[slots, positions // self.page_size] * self.page_size + positions % self.page_size
-
-    def sampling(self, rows: list[Row]) -> SamplingBatch:
-        """How to sample `rows` (all of them sample), each at position start + count."""
-        slots = [row.slot for row in rows]
-        return SamplingBatch(
-            params=self.params_of(rows),
-            seeds=[self._seeds[slot] for slot in slots],
-            positions=[row.start + row.count for row in rows],
-            prompt_lengths=[self._prompt_lengths[slot] for slot in slots],
-            history=lambda index: self.tokens[slots[index], : rows[index].start + rows[index].count],
-            masks={
-                index: self._mask(row.slot) for index, row in enumerate(rows) if self._known(row.slot).is_constrained
-            },
-            held_back={
-                index: self._end_ids[row.slot]
-                for index, row in enumerate(rows)
-                if row.start + row.count - self._prompt_lengths[row.slot] < self._known(row.slot).min_tokens
-            },
-        )
-
-    def want_only_tokens(self, slots: Iterable[int]) -> bool:
-        """Whether these slots want no more than what a device draws by itself: no bias, no log-probabilities."""
-        return self._wanting_more.isdisjoint(slots)
-
-    def prompt_alternatives(self, slot: int) -> int | None:
-        """How many alternatives the log-probabilities of the slot's prompt come with; None: they are not asked for."""
-        return self._known(slot).prompt_logprobs
-
-    def prompt_length(self, slot: int) -> int:
-        return self._prompt_lengths[slot]
-
-    def params_of(self, rows: list[Row]) -> list[SamplingParams]:
-        return [self._known(row.slot) for row in rows]
-
-    def _known(self, slot: int) -> SamplingParams:
-        params = self._params[slot]
-        if params is None:
-            raise ValueError(f"slot {slot} samples but no request was ever placed in it")
-        return params
-
-    def _mask(self, slot: int) -> bytes:
-        mask = self._masks.get(slot)
-        if mask is None:
-            raise ValueError(f"slot {slot} samples under a grammar but the step has no mask for it")
-        return mask
 
     def append(self, rows: list[Row], token_ids: torch.Tensor) -> None:
         """Write the sampled tokens, one per row, behind the tokens just computed. token_ids [len(rows)]"""

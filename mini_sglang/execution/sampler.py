@@ -16,11 +16,77 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.kernels.noise import exponential_times, row_keys
 from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.scheduling.batch import Row, ScheduledBatch
 
 _FIRST_CANDIDATES = 256  # enough for nearly every top-p; wider distributions take a second look at everything
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step sampled, one entry per sampling row. The tokens may still be on their way on the device."""
+
+    token_ids: torch.Tensor  # [S] int64
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the rows that ask, by slot
+    on_host: memoryview[int] | None = None  # [S], where the step leaves token_ids by itself
+
+
+NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), [])
+
+
+class TorchSampler:
+    """Samples in PyTorch, on any device, as the requests in `table` ask."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._masks: dict[int, bytes] = {}  # of the step's rows under a grammar, by slot
+
+    def take(self, batch: ScheduledBatch) -> None:
+        """Take in what the step's rows under a grammar may draw."""
+        self._masks = batch.masks
+
+    def sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
+        """Draw one token per row and look up the log-probabilities that are asked for. logits [len(rows), vocab]"""
+        token_ids = self.draw(rows, logits)
+        return Sampled(token_ids, self.logprobs(rows, logits, token_ids))
+
+    def draw(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
+        """Draw one token per row and append it in the table -> [len(rows)] int64"""
+        token_ids = sample(logits, self.sampling(rows))
+        self._table.append(rows, token_ids)
+        return token_ids
+
+    def logprobs(self, rows: list[Row], logits: torch.Tensor, token_ids: torch.Tensor) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the sampled and the best tokens, for the rows that ask."""
+        return token_logprobs(logits, token_ids, [self._table.request(row.slot).params for row in rows])
+
+    def sampling(self, rows: list[Row]) -> SamplingBatch:
+        """How to sample `rows` (all of them sample), each at position start + count."""
+        requests, ends = [self._table.request(row.slot) for row in rows], [row.start + row.count for row in rows]
+        held_back = {
+            index: request.end_token_ids
+            for index, request in enumerate(requests)
+            if ends[index] - request.num_prompt_tokens < request.params.min_tokens
+        }
+        return SamplingBatch(
+            params=[request.params for request in requests],
+            seeds=[request.seed for request in requests],
+            positions=ends,
+            prompt_lengths=[request.num_prompt_tokens for request in requests],
+            history=lambda index: self._table.tokens[rows[index].slot, : ends[index]],
+            masks={i: self._mask(request.slot) for i, request in enumerate(requests) if request.params.is_constrained},
+            held_back=held_back,
+        )
+
+    def _mask(self, slot: int) -> bytes:
+        mask = self._masks.get(slot)
+        if mask is None:
+            raise ValueError(f"slot {slot} samples under a grammar but the step has no mask for it")
+        return mask
 
 
 @dataclass(frozen=True)

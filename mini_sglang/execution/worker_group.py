@@ -1,8 +1,8 @@
-"""The processes of tensor parallelism, as rank 0 and their parents see them: started, watched, given orders, ended.
+"""The processes of tensor parallelism, as rank 0 and their parents see them: started, watched, given batches, ended.
 
-        rank 0 ── orders: every batch, to all ─────────▶ workers (worker.py), on this node and on others
+        rank 0 ── batches: each step, to all ──────────▶ workers (worker_main.py), here and on other nodes
           ▲                                                 │
-        monitor thread ◀── reports: alive, or why not ──────┘        (sums of tensors go their own way: parallel.py)
+        monitor thread ◀── reports: alive, or why not ──────┘        (sums of tensors go their own way: parallel/)
 
 Whatever happens to one worker ends all ranks within seconds, with an error that names it: one that died is seen by its
 parent, one that was stopped by its silence, one that failed says so itself. All workers end with rank 0; one that is
@@ -29,8 +29,8 @@ import msgspec
 import zmq
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
-from mini_sglang.config import EngineConfig
-from mini_sglang.execution.worker import DTYPES
+from mini_sglang.config import EngineConfig, ResolvedConfig
+from mini_sglang.execution.resolve import DTYPES
 from mini_sglang.parallel.tensor_parallel import (
     CollectiveError,
     RankError,
@@ -43,7 +43,7 @@ from mini_sglang.scheduling.batch import ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
-LEAVE = b""  # the last order, and the last pulse
+LEAVE = b""  # behind the last batch and the last pulse
 HEARTBEAT_S = 1.0
 TICK_S = 0.25
 SILENT_TICKS = round(8 / TICK_S)  # counted, not measured: time stands still for processes that are stopped together
@@ -57,9 +57,10 @@ class Job(msgspec.Struct, frozen=True):
     """What all ranks are told."""
 
     name: str  # new for each engine
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
+    fit_pages: bool  # into a GPU's memory: `num_pages` is the most that can be of use
     store: str  # a file, or host:port of a TCPStore
-    orders: str  # ZeroMQ addresses
+    batches: str  # ZeroMQ addresses
     reports: str
     pulse: str  # for the parents of workers on other nodes
 
@@ -183,10 +184,10 @@ def _open_meeting_point(config: EngineConfig) -> TCPStore | None:
         raise ValueError(f"dist_init_addr {config.dist_init_addr} must be a free port of this node: {error}") from error
 
 
-class Ranks:
+class WorkerGroup:
     """All ranks but this one, which is rank 0: started when this is made, watched by a thread until `close`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: ResolvedConfig, *, fit_pages: bool) -> None:
         self._size = config.tp
         self._on_gpus, self._process = config.device == "cuda", os.getpid()
         self._may_hang = self._on_gpus or config.nnodes > 1  # where a peer that is lost does not break a wait for it
@@ -197,16 +198,17 @@ class Ranks:
         self._parallel: TensorParallel | None = None
         self._directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
         self._context = new_context()
-        self._orders = self._context.socket(zmq.XPUB)
-        self._orders.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscriber
-        self._orders.sndhwm = 0  # no order is ever dropped
-        self._orders.linger = 1000
+        self._batches = self._context.socket(zmq.XPUB)
+        self._batches.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscriber
+        self._batches.sndhwm = 0  # no batch is ever dropped
+        self._batches.linger = 1000
         self._reports, self._pulse = self._context.socket(zmq.PULL), self._context.socket(zmq.PUB)
         self._job = Job(
             name=f"mini_sglang_{os.urandom(8).hex()}",
             config=config,
+            fit_pages=fit_pages,
             store=f"{self._directory}/store" if config.nnodes == 1 else str(config.dist_init_addr),
-            orders=self._bind(self._orders, "orders", config),
+            batches=self._bind(self._batches, "batches", config),
             reports=self._bind(self._reports, "reports", config),
             pulse=self._bind(self._pulse, "pulse", config),
         )
@@ -234,15 +236,15 @@ class Ranks:
             self.check()
             if time.monotonic() > deadline:
                 raise RankError(f"{waiting} of {self._size} ranks did not appear within {MEETING_S:.0f} s")
-            if self._orders.poll(round(TICK_S * 1000)):
-                self._orders.recv()  # a worker listens from here on
+            if self._batches.poll(round(TICK_S * 1000)):
+                self._batches.recv()  # a worker listens from here on
                 waiting -= 1
         self._parallel = self._job.connect(0)
         return self._parallel
 
-    def order(self, batch: ScheduledBatch) -> None:
+    def broadcast(self, batch: ScheduledBatch) -> None:
         """Have all other ranks compute `batch`."""
-        self._orders.send(_encode_batch(batch))
+        self._batches.send(_encode_batch(batch))
 
     def check(self) -> None:
         """Raise RankError if a rank has failed."""
@@ -288,7 +290,7 @@ class Ranks:
         self._monitor.join()
         self._pulse.send(LEAVE)
         if self._failure is None:
-            self._orders.send(LEAVE)
+            self._batches.send(LEAVE)
             self._workers.wait(LEAVE_S)
         self._workers.kill()
         if not self.is_beyond_closing:
@@ -338,7 +340,7 @@ class Ranks:
             for rank, ticks in silence.items():
                 if ticks > SILENT_TICKS:
                     silent_s = SILENT_TICKS * TICK_S
-                    return self._fail(f"rank {rank} was not heard of for {silent_s:.0f} s: stopped, or cut off")
+                    return self._fail(f"rank {rank} has been silent for {silent_s:.0f} s: stopped, or cut off")
                 silence[rank] = ticks + 1
             echo_ticks += echo is not None
             if echo is not None and echo_ticks > _VERDICT_TICKS:

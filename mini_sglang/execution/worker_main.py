@@ -1,6 +1,6 @@
 """A tensor-parallel worker: `python -m mini_sglang.execution.worker_main`, its assignment as a line of JSON on stdin.
 
-It builds its part of the model and computes every batch that rank 0 orders, until it is told to leave. It never
+It builds its part of the model and computes every batch that rank 0 broadcasts, until it is told to leave. It never
 outlives its parent, whose end closes its standard input, and says every second that it lives. Decides nothing.
 """
 
@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
-from mini_sglang.execution.worker import Rank, find_model
+from mini_sglang.execution.worker import Worker
 from mini_sglang.execution.worker_group import (
     HEARTBEAT_S,
     LEAVE,
@@ -29,6 +29,8 @@ from mini_sglang.execution.worker_group import (
     new_context,
 )
 from mini_sglang.parallel.tensor_parallel import CollectiveError
+from mini_sglang.weights.hub import find_model
+from mini_sglang.weights.model_config import load_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ def main() -> int:
 
 
 def run(assignment: Assignment) -> int:
-    """Be one rank, from loading to the order to leave. Returns 0, or 1 after a failure that rank 0 was told of."""
+    """Be one rank, from loading until it is told to leave. Returns 0, or 1 after a failure that rank 0 was told of."""
     context = new_context()
     stopped = threading.Event()
     heart = threading.Thread(target=_beat, args=(assignment, context, stopped), daemon=True)
@@ -73,16 +75,16 @@ def _serve(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]]) -> N
     job, config = assignment.job, assignment.job.config
     if config.device == "cuda":
         torch.cuda.set_device(assignment.device_index)
-    source, model_config = find_model(config)
-    orders = context.socket(zmq.SUB)
-    orders.rcvhwm = 0
-    orders.subscribe(b"")
-    orders.connect(job.orders)
+    source = find_model(config)
+    batches = context.socket(zmq.SUB)
+    batches.rcvhwm = 0
+    batches.subscribe(b"")
+    batches.connect(job.batches)
     parallel = job.connect(assignment.rank)
-    rank = Rank(config, model_config, source, parallel, check=lambda: None)
-    while (order := orders.recv()) != LEAVE:
-        rank.run(decode_batch(order))
-    rank.close()
+    worker = Worker(config, load_model_config(source), source, parallel, lambda: None, fit_pages=job.fit_pages)
+    while (message := batches.recv()) != LEAVE:
+        worker.runner.run(decode_batch(message))
+    del worker  # before what its graphs hold is given back
     parallel.abort()
 
 

@@ -57,7 +57,7 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
-from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.hub import find_model
 
 logger = logging.getLogger(__name__)
 
@@ -376,14 +376,7 @@ class AsyncEngine:
 
 def _find_tokenizer(config: EngineConfig) -> Tokenizer:
     """Find the model, fetching it if need be, and load its tokenizer. Blocks."""
-    return load_tokenizer(
-        resolve_model(
-            config.model,
-            source=config.model_source,
-            revision=config.revision,
-            weights_needed=config.load_format != "dummy",
-        )
-    )
+    return load_tokenizer(find_model(config))
 
 
 async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.request import Request, RequestStatus
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
@@ -71,19 +71,18 @@ class LaunchedStep:
 
 
 class Scheduler:
-    """Continuous batching over one KV pool. The sizes in `config` must be known, none left open.
+    """Continuous batching over one KV pool.
 
     The most senior running request (lowest rank) can take the pages of all others, so it always advances: nothing
     blocks and no two requests preempt each other for ever.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        num_pages = _known("num_pages", config.num_pages)
-        self.kv = KVCacheManager(num_pages, config.page_size, reuse=config.cache == "radix")
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.kv = KVCacheManager(config.num_pages, config.page_size, reuse=config.cache == "radix")
         self._page_size = config.page_size
-        self._context_length = _known("context_length", config.context_length)
-        self._pool_tokens = num_pages * config.page_size
-        self._budget = _known("max_prefill_tokens", config.max_prefill_tokens)
+        self._context_length = config.context_length
+        self._pool_tokens = config.num_pages * config.page_size
+        self._budget = config.max_prefill_tokens
         self._policy = POLICIES[config.schedule]()
         self._requests: dict[str, Request] = {}  # those that have not ended
         self._waiting: list[Request] = []  # sorted by rank
@@ -91,7 +90,7 @@ class Scheduler:
         self._leaving: dict[Request, None] = {}  # ended or preempted, but in launched steps
         self._restarting: dict[Request, None] = {}  # of these: what launched steps sampled for them is void
         self._launched: deque[LaunchedStep] = deque()
-        self.num_slots = _known("max_running_requests", config.max_running_requests)
+        self.num_slots = config.max_running_requests
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._preempted: list[str] = []  # ids, since the last step that was scheduled
         self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
@@ -554,9 +553,3 @@ class Scheduler:
             raise RuntimeError(
                 f"request {request.request_id} has computed {request.num_computed_tokens} tokens; {samples} are to come"
             )
-
-
-def _known(name: str, value: int | None) -> int:
-    if value is None:
-        raise ValueError(f"{name} must be known before scheduling")
-    return value

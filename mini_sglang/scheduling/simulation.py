@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
@@ -164,7 +164,7 @@ class Simulation:
     The mask for a constrained request's next token is known `mask_delay` steps after the token before it.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int = 3, mask_delay: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, vocab_size: int = 3, mask_delay: int = 0) -> None:
         self.scheduler = Scheduler(config)
         self.executor = SimulatedExecutor(
             self.scheduler.kv.num_pages, config.page_size, self.scheduler.num_slots, vocab_size
@@ -172,7 +172,7 @@ class Simulation:
         self.vocab_size = vocab_size
         self.mask_delay = mask_delay
         self._due_masks: dict[str, int] = {}  # by request: steps until it is known
-        self.run_ahead = config.run_ahead or 0
+        self.run_ahead = config.run_ahead
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, FinishReason] = {}
         self.looked_up: dict[str, list[TokenLogprobs]] = {}  # of prompts

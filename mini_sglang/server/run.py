@@ -31,7 +31,7 @@ from mini_sglang.server.app import create_app
 from mini_sglang.server.bounded_http import BoundedHttp
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
-from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.hub import find_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     _check_certificate(server_config)
     with _bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
         # Fetched here, not in the event loop: Ctrl-C still stops a long download.
-        resolve_model(
-            engine_config.model,
-            source=engine_config.model_source,
-            revision=engine_config.revision,
-            weights_needed=engine_config.load_format != "dummy",
-        )
+        find_model(engine_config)
         with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
             return runner.run(_serve(engine_config, server_config, listener))
 

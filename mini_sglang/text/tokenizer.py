@@ -19,9 +19,10 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
 
-from mini_sglang.weights.gguf_config import end_token_ids, gguf_end_token_ids
+from mini_sglang.weights.gguf_config import gguf_end_token_ids
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
+from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

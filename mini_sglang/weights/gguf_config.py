@@ -1,20 +1,16 @@
-"""Read a checkpoint's `ModelConfig`: from config.json and its neighbours, or from GGUF metadata. Without torch."""
+"""Reads a `ModelConfig` from the metadata of a GGUF file. Without torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, eos_token_ids, stretched_length
+from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, stretched_length
 from mini_sglang.weights.gguf_file import GGUFFile
-from mini_sglang.weights.hub import ModelSource
 
 # GGUF metadata names one end token; chat models have more. These texts end a turn or a document in the model families
 # that use them, and llama.cpp goes by the text too.
@@ -39,59 +35,6 @@ _GGUF_ARCHITECTURES = {
     "qwen3moe": "qwen3_moe",
     "smollm3": "smollm3",
 }
-
-
-def load_model_config(source: ModelSource) -> ModelConfig:
-    """The model's sizes, switches and end tokens.
-
-    Raises FileNotFoundError without config.json, ValueError for what is malformed or not supported, naming it.
-    """
-    try:
-        if source.kind == "gguf":
-            return config_from_gguf(GGUFFile(source.path))
-        config = ModelConfig.from_hf(_read_json(source.path / "config.json"))
-        return dataclasses.replace(config, eos_token_ids=end_token_ids(source.path))
-    except ValueError as error:
-        raise ValueError(f"model {source.name!r}: {error}") from error
-
-
-def end_token_ids(folder: Path) -> frozenset[int]:
-    """All end tokens of a folder: generation_config.json's, config.json's and the tokenizer's."""
-    settings = [_read_optional_json(folder / name) for name in ("config.json", "generation_config.json")]
-    tokenizer_ids = _tokenizer_eos_ids(folder)
-    return frozenset(tokenizer_ids).union(*(eos_token_ids(entry) for entry in settings))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError, or ValueError naming the file if it is no object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _read_optional_json(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
-
-
-def _tokenizer_eos_ids(folder: Path) -> list[int]:
-    """The id of tokenizer_config.json's end token, which not every config.json repeats."""
-    settings = _read_optional_json(folder / "tokenizer_config.json")
-    token = settings.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    if text is None:
-        return []
-    added = {entry["content"]: int(token_id) for token_id, entry in settings.get("added_tokens_decoder", {}).items()}
-    if text not in added:
-        tokenizer = _read_optional_json(folder / "tokenizer.json")
-        added |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
-    return [added[text]] if text in added else []
-
-
-# --- GGUF ----------------------------------------------------------------------------------------------------------
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:

@@ -25,6 +25,8 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from mini_sglang.config import EngineConfig
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -92,6 +94,16 @@ def resolve_model(
     if fetch is None:
         raise ValueError(f"model source must be 'huggingface' or 'modelscope', got {source!r}")
     return _local(name, fetch(name, revision, patterns, tried), weights_needed)
+
+
+def find_model(config: EngineConfig) -> ModelSource:
+    """The model that `config` names, fetched if need be. Raises what `resolve_model` does."""
+    return resolve_model(
+        config.model,
+        source=config.model_source,
+        revision=config.revision,
+        weights_needed=config.load_format != "dummy",
+    )
 
 
 def pull(
@@ -289,4 +301,4 @@ def _from_modelscope(name: str, revision: str | None, patterns: list[str], tried
 def _nowhere(name: str, tried: list[str], fix: str) -> FileNotFoundError:
     meant = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=1)
     question = f" Did you mean {meant[0]}?" if meant else ""
-    return FileNotFoundError(f"model {name!r} leads nowhere.{question} Tried: {'; '.join(tried)}. To fix it: {fix}")
+    return FileNotFoundError(f"model {name!r} was not found.{question} Tried: {'; '.join(tried)}. To fix it: {fix}")

@@ -13,8 +13,8 @@ from mini_sglang.bench.kernels import Case, cases, measure_kernels, ragged_lengt
 from mini_sglang.bench.roofline import Ceilings
 from mini_sglang.kernels.interface import Residual
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.model_config import load_model_config
 
 TINY = ModelConfig(
     architecture="qwen3",

@@ -10,8 +10,8 @@ import pytest
 from mini_sglang.bench.offline import Workload
 from mini_sglang.bench.roofline import Ceilings, Traffic, num_weights, weights_read
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
+from mini_sglang.weights.model_config import load_model_config
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 H100 = Ceilings(bytes_per_second=3.0e12, flops_per_second=770e12)

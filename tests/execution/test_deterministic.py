@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mini_sglang.config import EngineConfig
-from mini_sglang.execution.executor import resolve
-from mini_sglang.weights.gguf_config import load_model_config
+from mini_sglang.execution.resolve import resolve
+from mini_sglang.weights.model_config import load_model_config
 
 
 @pytest.mark.parametrize(

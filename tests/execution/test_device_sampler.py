@@ -30,8 +30,8 @@ class Requests:
     def place(self, slot: int, params: SamplingParams, tokens: list[int], num_prompt_tokens: int) -> None:
         new = NewRow(slot, list(tokens), num_prompt_tokens, params, seed=slot + 11)
         self.rows[slot] = new
-        self.table.take_rows(ScheduledBatch(0, [], [new], [], []))
-        self.sampler.take([new])
+        self.table.take([new])
+        self.sampler.take(ScheduledBatch(0, [], [new], [], []))
 
     def step(self, logits: torch.Tensor, slots: list[int]) -> tuple[list[int], list[int]]:
         """Draw one token per slot; returns the device's and those that `sample` defines."""

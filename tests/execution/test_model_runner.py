@@ -10,20 +10,23 @@ import pytest
 import torch
 
 from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.attention.select import make_backends
+from mini_sglang.attention.select import GraphBackends, graph_backends, make_backends
 from mini_sglang.execution import cuda_graph
 from mini_sglang.execution.cuda_graph import GraphStep
 from mini_sglang.execution.device_sampler import DeviceSampler
+from mini_sglang.execution.graph_runner import GraphRunner, GraphSteps
 from mini_sglang.execution.model_runner import ModelRunner
 from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.execution.sampler import TorchSampler
+from mini_sglang.execution.worker import Eager
 from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.architectures import build_model
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.load import load_weights
+from mini_sglang.weights.model_config import load_model_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, PAGES_PER_SLOT, PAGE_SIZE = 6, 3, 16
@@ -39,13 +42,13 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def make_runner(write_checkpoint: Any) -> Any:
-    """`make_runner(backend, device_sampler=)` → a runner of a tiny model."""
+    """`make_runner(backend)` → a runner of a tiny model; "host" samples in PyTorch, the others with kernels."""
     source = resolve_model(str(write_checkpoint("qwen3").path))
     config = load_model_config(source)
     model = build_model(config, Placement(DEVICE, torch.float32, TorchKernels(), packed=False))
     load_weights(source, config, model.weight_slots(), show_progress=False)
 
-    def make(backend: str, *, device_sampler: bool) -> ModelRunner:
+    def make(backend: str) -> Eager:
         num_pages = SLOTS * PAGES_PER_SLOT
         pool = KVPool(
             num_layers=config.num_layers,
@@ -56,10 +59,13 @@ def make_runner(write_checkpoint: Any) -> Any:
             dtype=torch.float32,
             device=DEVICE,
         )
-        backends = make_backends(backend, pool, num_heads=config.num_heads, dtype=torch.float32, max_rows=SLOTS)
+        name = "reference" if backend == "host" else backend
+        backends = make_backends(name, pool, num_heads=config.num_heads, dtype=torch.float32, max_rows=SLOTS)
         table = RequestTable(SLOTS, PAGES_PER_SLOT * PAGE_SIZE, PAGE_SIZE, DEVICE, idle_page=num_pages)
-        sampler = DeviceSampler(table, config.vocab_size) if device_sampler else None
-        return ModelRunner(model, pool, backends, table, sampler)
+        if backend == "host":
+            return Eager(ModelRunner(model, pool, backends, table, TorchSampler(table)), None, backends)
+        sampler = DeviceSampler(table, config.vocab_size)
+        return Eager(ModelRunner(model, pool, backends, table, sampler), sampler, backends)
 
     return make
 
@@ -92,8 +98,7 @@ def decodes(step: int) -> ScheduledBatch:
 
 
 def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runner: Any) -> None:
-    host = make_runner("reference", device_sampler=False)
-    device = make_runner("reference", device_sampler=True)
+    host, device = make_runner("host").runner, make_runner("reference").runner
     for batch in (prompts(), *(decodes(step) for step in range(6))):
         want, got = host.run(batch), device.run(batch)
         assert got.token_ids.tolist() == want.token_ids.tolist(), f"step {batch.step}"
@@ -109,19 +114,18 @@ def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runne
 
 
 def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: Any) -> None:
-    host = make_runner("reference", device_sampler=False)
-    device = make_runner("triton", device_sampler=True)
+    host, eager = make_runner("host").runner, make_runner("triton")
     unbiased = [0, 1, 2, 4]
     host.run(prompts())
-    device.run(prompts())
+    eager.runner.run(prompts())
     slots = torch.tensor([5 - index for index in unbiased] + [SLOTS, SLOTS], device=DEVICE)  # filled up
-    room = torch.empty(SLOTS + 1, 320, device=DEVICE)
+    device = GraphSteps(eager.runner, eager.sampler, graph_backends(eager.backends), max_rows=SLOTS + 1)
     with torch.inference_mode():
         for step in range(5):
             want = host.run(decodes(step)).token_ids[unbiased].tolist()
-            token_ids, logits = device.decode(slots, out=room)
+            token_ids, logits = device.decode(slots)
             assert token_ids[: len(unbiased)].tolist() == want, f"token {step}"
-            assert (logits.data_ptr(), logits.shape) == (room.data_ptr(), (SLOTS, 320))
+            assert (logits.data_ptr(), logits.shape) == (device.logits.data_ptr(), (SLOTS, 320))
 
 
 class Uncaptured:
@@ -144,9 +148,9 @@ def test_a_replayed_step_may_gain_more_pages_than_it_has_rows(
     """As it does where requests with equal answers change over to each other's pages."""
     monkeypatch.setattr(cuda_graph, "StepGraphs", Uncaptured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    host = make_runner("reference", device_sampler=False)
-    device = make_runner("triton", device_sampler=True)
-    device.capture_graphs(max_rows=len(PROMPTS), max_tokens=0)
+    host, eager = make_runner("host").runner, make_runner("triton")
+    backends = GraphBackends(graph_backends(eager.backends).decode, prefill=None)
+    device = GraphRunner(eager.runner, eager.sampler, backends, max_rows=len(PROMPTS), max_tokens=0)
     host.run(prompts())
     device.run(prompts())
     table, num_pages = pages_of_prompts(), SLOTS * PAGES_PER_SLOT

@@ -64,7 +64,7 @@ def steps(draw: Any) -> tuple[list[Row], int]:
 
 @settings(max_examples=30, deadline=None)
 @given(steps())
-def test_an_order_means_what_the_host_plans(backend: TritonBackend, step: tuple[list[Row], int]) -> None:
+def test_packed_inputs_mean_what_the_host_plans(backend: TritonBackend, step: tuple[list[Row], int]) -> None:
     rows, size = step
     sampling = [row for row in rows if row.samples]
     num_tokens, spare_samples = sum(row.count for row in rows), MAX_ROWS - len(sampling)
@@ -73,10 +73,10 @@ def test_an_order_means_what_the_host_plans(backend: TritonBackend, step: tuple[
 
     want = host.expand(rows)
     want_attended = backend.plan(want.attention).attend(q[:num_tokens], 0)
-    order = PackedInputs(device, backend, MAX_ROWS, MAX_TOKENS)
-    order.send([Row(0, 0, CONTEXT, True)] * MAX_ROWS, MAX_TOKENS)  # what an earlier step leaves behind
-    order.send(rows, size)
-    forward, slots, positions = order.inputs(size)
+    inputs = PackedInputs(device, backend, MAX_ROWS, MAX_TOKENS)
+    inputs.send([Row(0, 0, CONTEXT, True)] * MAX_ROWS, MAX_TOKENS)  # what an earlier step leaves behind
+    inputs.send(rows, size)
+    forward, slots, positions = inputs.of_size(size)
     cells = forward.plan.target(0).cells
 
     assert torch.equal(forward.input_ids[:num_tokens], want.input_ids)
@@ -120,7 +120,8 @@ def test_long_prompts_of_large_steps_have_no_graph_if_other_tiles_suit_them(
     )
     backend = TritonBackend(pool, num_heads=HEADS, dtype=dtype, max_rows=MAX_ROWS)
     never_called: Any = None
-    graphs = PrefillGraphs(never_called, make_table(), backend, MAX_ROWS, prefill_sizes(8192), None)
+    inputs = PackedInputs(make_table(), backend, MAX_ROWS, 8192)
+    graphs = PrefillGraphs(never_called, inputs, prefill_sizes(8192), None)
     assert graphs.fits([Row(0, 0, 8192, True)]) != apart
     assert graphs.fits([Row(0, 8192, 1, True), Row(1, 1500, 8191, True)]) != apart, "in the middle of one"
     assert graphs.fits([Row(slot, 0, 1500, True) for slot in range(3)] + [Row(3, 9000, 3500, True)]) != apart

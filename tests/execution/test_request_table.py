@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.execution.sampler import TorchSampler
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRow, Row
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -15,10 +16,9 @@ def table() -> RequestTable:
     """Slot 2 holds tokens 100 to 106 on pages 5, 1 and 7 of 3 cells; slot 0 holds 200 and 201 on page 4."""
     result = RequestTable(num_slots=3, context_length=9, page_size=3, device=torch.device("cpu"), idle_page=8)
     new_rows = [NewRow(2, list(range(100, 107)), 7, PARAMS, 0), NewRow(0, [200, 201], 1, PARAMS, 5)]
-    result.take_rows(ScheduledBatch(1, [], new_rows, [], []))
+    result.take(new_rows)
     new_pages = [NewPages(2, 0, [5, 6]), NewPages(0, 0, [4]), NewPages(2, 1, [1]), NewPages(2, 2, [7])]
-    batch = ScheduledBatch(2, [], [], new_pages, [])
-    result.write_pages(result.places_of(batch))  # page 6 is replaced by page 1 in the same step
+    result.write_pages(result.places_of(new_pages))  # page 6 is replaced by page 1 in the same step
     return result
 
 
@@ -42,11 +42,11 @@ def test_sampled_tokens_are_the_next_inputs() -> None:
 def test_the_last_token_of_a_full_context_has_a_place() -> None:
     requests = table()
     requests.append([Row(2, 8, 1, True)], torch.tensor([9]))
-    assert requests.sampling([Row(2, 9, 1, True)]).history(0)[-1].item() == 9
+    assert TorchSampler(requests).sampling([Row(2, 9, 1, True)]).history(0)[-1].item() == 9
 
 
 def test_penalties_see_prompt_and_output_apart() -> None:
-    sampling = table().sampling([Row(0, 1, 1, True)])
+    sampling = TorchSampler(table()).sampling([Row(0, 1, 1, True)])
     assert sampling.history(0).tolist() == [200, 201]
     assert sampling.prompt_lengths == [1]
     assert sampling.positions == [2]

@@ -40,15 +40,15 @@ main()
 """
 SLOW = """
 import sys, time, mini_sglang
-from mini_sglang.execution import ranks
+from mini_sglang.execution import worker_group
 from mini_sglang.parallel.tensor_parallel import RankError
 engine = mini_sglang.Engine(mini_sglang.EngineConfig(model=sys.argv[1], dtype="float32", num_threads=1, tp=2))
-ranks._GRACE_S = 0.5
-compute = engine.executor._rank.run
+worker_group._GRACE_S = 0.5
+compute = engine.executor._runner.run
 def slowly(batch):
     time.sleep(2)
     return compute(batch)
-engine.executor._rank.run = slowly
+engine.executor._runner.run = slowly
 engine.add_request("a", [5, 6], mini_sglang.SamplingParams(max_tokens=2, ignore_eos=True))
 print("ready", flush=True)
 try:
@@ -126,7 +126,7 @@ def test_a_stopped_rank_ends_three(write_checkpoint: Any, start: Any) -> None:
     engine = start(write_checkpoint("llama"), tp=3)
     os.kill(children(os.getpid())[-1], signal.SIGSTOP)
     error, seconds = run_until_it_fails(engine)
-    assert error.startswith("rank 2 was not heard of for 8 s")
+    assert error.startswith("rank 2 has been silent for 8 s")
     assert seconds < LIMIT_S
 
 
@@ -138,7 +138,7 @@ def test_an_error_of_rank_0_in_a_step_ends_all(
     def fail(batch: object) -> None:
         raise ZeroDivisionError("for once")
 
-    monkeypatch.setattr(engine.executor._rank, "run", fail)
+    monkeypatch.setattr(engine.executor._runner, "run", fail)
     assert run_until_it_fails(engine)[0] == "rank 0 failed: ZeroDivisionError: for once"
     with pytest.raises(RankError, match="rank 0 failed"):
         engine.check_ranks()

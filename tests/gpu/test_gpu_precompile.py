@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.precompile import CompileAhead
+from mini_sglang.kernels.triton.precompile import Precompile
 
 pytestmark = pytest.mark.gpu
 
@@ -31,13 +31,13 @@ def compiling_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_noted_kernels_are_compiled_but_not_launched(compiling_threads: list[str]) -> None:
+def test_recorded_kernels_are_compiled_but_not_launched(compiling_threads: list[str]) -> None:
     x = torch.zeros(1, device="cuda")
-    ahead = CompileAhead()
-    with ahead.noting():
+    precompiled = Precompile()
+    with precompiled.recording():
         for again in (0, 0, 1):
             _add_kernel[(1,)](x, 0.5, AGAIN=again)
-    ahead.wait()
+    precompiled.wait()
     assert x.item() == 0
     assert len(compiling_threads) == 2
     for again in (0, 1):
@@ -46,14 +46,14 @@ def test_noted_kernels_are_compiled_but_not_launched(compiling_threads: list[str
     assert len(compiling_threads) == 2, "launches look elsewhere for what was compiled"
 
 
-def test_other_threads_launch_while_one_notes() -> None:
+def test_other_threads_launch_while_one_records() -> None:
     x = torch.zeros(1, device="cuda")
-    ahead = CompileAhead()
-    with ahead.noting():
+    precompiled = Precompile()
+    with precompiled.recording():
         other = threading.Thread(target=lambda: _add_kernel[(1,)](x, 0.5, AGAIN=2))
         other.start()
         other.join()
-    ahead.wait()
+    precompiled.wait()
     assert x.item() == 2.5
 
 
@@ -62,11 +62,11 @@ def test_an_error_of_the_compiler_is_raised() -> None:
     def broken_kernel(x):  # noqa: ANN001, ANN202
         tl.store(x, tl.load(x, nonsense=1))
 
-    ahead = CompileAhead()
-    with ahead.noting():
+    precompiled = Precompile()
+    with precompiled.recording():
         broken_kernel[(1,)](torch.zeros(1, device="cuda"))
     with pytest.raises(triton.CompilationError):
-        ahead.wait()
+        precompiled.wait()
 
 
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}])

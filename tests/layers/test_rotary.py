@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mini_sglang.layers.rotary import inverse_frequencies
-from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.hf_config import config_from_hf
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RELEASES: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ def assert_equal_frequencies(rope: dict[str, Any], *, head_dim: int, theta: floa
         max_position_embeddings=length,
         rope_parameters={"rope_theta": theta, **rope},
     )
-    ours = ModelConfig.from_hf(theirs.to_dict())
+    ours = config_from_hf(theirs.to_dict())
     inverse, amplitude = inverse_frequencies(ours)
     wanted, wanted_amplitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"))
     torch.testing.assert_close(inverse, wanted, rtol=1e-5, atol=0)

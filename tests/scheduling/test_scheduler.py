@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
@@ -15,10 +15,10 @@ from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation, generate
 
 
-def config(**fields: object) -> EngineConfig:
+def config(**fields: object) -> ResolvedConfig:
     defaults = {"page_size": 4, "num_pages": 64, "context_length": 200}
     defaults |= {"max_prefill_tokens": 16, "max_running_requests": 64}
-    return EngineConfig(**{**defaults, **fields})  # type: ignore[arg-type]
+    return ResolvedConfig(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
 def request(name: str, tokens: list[int], max_tokens: int | None = 8, **fields: object) -> Request:
@@ -453,5 +453,5 @@ def test_flushing_forgets_what_no_running_request_holds() -> None:
 
 
 def test_unresolved_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_pages must be known"):
-        Scheduler(EngineConfig())
+    with pytest.raises(TypeError, match="num_pages"):
+        ResolvedConfig()  # type: ignore[call-arg]

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mask_delay: int,
     ) -> None:
         self.simulation = Simulation(
-            EngineConfig(
+            ResolvedConfig(
                 page_size=page_size,
                 num_pages=max(pool_tokens // page_size, 1),
                 context_length=context_length,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ END = 7
 def scheduler(**fields: object) -> Scheduler:
     defaults = {"page_size": 8, "num_pages": 2048, "context_length": 400}
     defaults |= {"max_prefill_tokens": 512, "max_running_requests": 64}
-    return Scheduler(EngineConfig(**{**defaults, **fields}))  # type: ignore[arg-type]
+    return Scheduler(ResolvedConfig(**{**defaults, **fields}))  # type: ignore[arg-type]
 
 
 def add(scheduler: Scheduler, name: str, prompt: list[int] | None = None, **params: object) -> Request:

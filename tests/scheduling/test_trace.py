@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mini_sglang.config import EngineConfig
+from mini_sglang.config import ResolvedConfig
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import StepResult
@@ -72,7 +72,7 @@ def cached_without_limit(trace: list[tuple[float, Request]]) -> int:
     return total
 
 
-def replay(trace: list[tuple[float, Request]], config: EngineConfig) -> tuple[SchedulerStats, float]:
+def replay(trace: list[tuple[float, Request]], config: ResolvedConfig) -> tuple[SchedulerStats, float]:
     """Run the whole trace; returns the scheduler's figures and the simulated time in ms."""
     scheduler, now, arrived = Scheduler(config), 0.0, 0
     while arrived < len(trace) or scheduler.has_work:
@@ -96,7 +96,7 @@ def test_a_trace_of_a_thousand_requests_runs_through_the_scheduler_alone(tmp_pat
     if not recorded:
         write_trace(path, 1_000)
     trace = read_trace(path, 1_000)
-    config = EngineConfig(
+    config = ResolvedConfig(
         num_pages=16_000_000 // 16,
         context_length=200_000,
         max_running_requests=256,

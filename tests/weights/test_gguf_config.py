@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from mini_sglang.model_config import ModelConfig, RopeScaling
-from mini_sglang.weights.gguf_config import end_token_ids, llama3_divisors, llama3_scaling, load_model_config
+from mini_sglang.weights.gguf_config import llama3_divisors, llama3_scaling
+from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
+from mini_sglang.weights.model_config import load_model_config
 
 Write = Callable[..., Any]
 

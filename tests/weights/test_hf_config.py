@@ -11,6 +11,7 @@ from transformers import AutoConfig, Qwen3Config, SmolLM3Config
 
 from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling
 from mini_sglang.models.architectures import ARCHITECTURES
+from mini_sglang.weights.hf_config import config_from_hf
 
 # As published with Llama-3.1-8B-Instruct, shortened.
 LLAMA_3_1: dict[str, Any] = {
@@ -98,7 +99,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def test_llama_3_1() -> None:
-    assert ModelConfig.from_hf(LLAMA_3_1) == ModelConfig(
+    assert config_from_hf(LLAMA_3_1) == ModelConfig(
         architecture="llama",
         vocab_size=128256,
         hidden_size=4096,
@@ -116,12 +117,12 @@ def test_llama_3_1() -> None:
 
 
 def test_qwen_2_5_has_biases_on_q_k_and_v_alone() -> None:
-    config = ModelConfig.from_hf(QWEN_2_5)
+    config = config_from_hf(QWEN_2_5)
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, False, False)
 
 
 def test_llama_attention_bias_includes_the_output_projection() -> None:
-    config = ModelConfig.from_hf({**LLAMA_3_1, "attention_bias": True, "mlp_bias": True})
+    config = config_from_hf({**LLAMA_3_1, "attention_bias": True, "mlp_bias": True})
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, True, True)
 
 
@@ -130,7 +131,7 @@ def test_what_transformers_writes_is_read_as_transformers_means_it(family: str) 
     theirs = AutoConfig.for_model(
         family, num_attention_heads=8, num_key_value_heads=2, hidden_size=512, vocab_size=1000
     )
-    ours = ModelConfig.from_hf(theirs.to_dict())
+    ours = config_from_hf(theirs.to_dict())
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 8)
     assert (ours.num_heads, ours.num_kv_heads) == (8, 2)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
@@ -146,7 +147,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
     sizes = {"num_attention_heads": 8, "num_hidden_layers": 5, "hidden_size": 512, "intermediate_size": 64}
     short = {"model_type": family, "vocab_size": 99, **sizes, "num_key_value_heads": 4}
     written = AutoConfig.for_model(**short).to_dict()
-    assert ModelConfig.from_hf({**written, "eos_token_id": None}) == ModelConfig.from_hf(short)
+    assert config_from_hf({**written, "eos_token_id": None}) == config_from_hf(short)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +157,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
 def test_smollm3_layers_without_rotation(settings: dict[str, Any]) -> None:
     theirs = SmolLM3Config(num_hidden_layers=6, **settings)
     wanted = {layer for layer, rotates in enumerate(theirs.no_rope_layers[:6]) if not rotates}
-    assert ModelConfig.from_hf(theirs.to_dict()).unrotated_layers == wanted
-    assert ModelConfig.from_hf({**without(theirs.to_dict(), "no_rope_layers"), **settings}).unrotated_layers == wanted
+    assert config_from_hf(theirs.to_dict()).unrotated_layers == wanted
+    assert config_from_hf({**without(theirs.to_dict(), "no_rope_layers"), **settings}).unrotated_layers == wanted
 
 
 @pytest.mark.parametrize(
@@ -171,33 +172,33 @@ def test_smollm3_layers_without_rotation(settings: dict[str, Any]) -> None:
 )
 def test_a_smollm3_that_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig.from_hf({**without(SmolLM3Config().to_dict(), "layer_types"), **changes})
+        config_from_hf({**without(SmolLM3Config().to_dict(), "layer_types"), **changes})
 
 
 def test_qwen3_moe() -> None:
-    config = ModelConfig.from_hf(QWEN_3_MOE)
+    config = config_from_hf(QWEN_3_MOE)
     assert config.experts == ExpertsConfig(
         num_experts=128, experts_per_token=8, intermediate_size=768, normalize_weights=True
     )
     assert config.sliding_window is None
     renamed = {**without(QWEN_3_MOE, "num_experts"), "num_local_experts": 128}  # as transformers 5 writes it
-    assert ModelConfig.from_hf(renamed) == config
+    assert config_from_hf(renamed) == config
 
 
 def test_layers_are_dense_by_step_or_by_name() -> None:
     changes = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    experts = ModelConfig.from_hf({**QWEN_3_MOE, **changes}).experts
+    experts = config_from_hf({**QWEN_3_MOE, **changes}).experts
     assert experts is not None
     assert experts.dense_layers == {0, 2, 3, 4}
 
 
 def test_a_window_counts_where_the_family_has_one() -> None:
     mistral = {**LLAMA_3_1, "rope_scaling": None, "model_type": "mistral"}
-    assert ModelConfig.from_hf({**mistral, "sliding_window": 24}).sliding_window == 24
-    assert ModelConfig.from_hf({**mistral, "sliding_window": None}).sliding_window is None
+    assert config_from_hf({**mistral, "sliding_window": 24}).sliding_window == 24
+    assert config_from_hf({**mistral, "sliding_window": None}).sliding_window is None
     qwen = {**QWEN_3_MOE, "sliding_window": 24}
-    assert ModelConfig.from_hf(qwen).sliding_window is None
-    assert ModelConfig.from_hf({**qwen, "use_sliding_window": True}).sliding_window == 24
+    assert config_from_hf(qwen).sliding_window is None
+    assert config_from_hf({**qwen, "use_sliding_window": True}).sliding_window == 24
 
 
 @pytest.mark.parametrize(
@@ -213,16 +214,16 @@ def test_a_window_counts_where_the_family_has_one() -> None:
 )
 def test_a_mixture_that_does_not_fit_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig.from_hf({**QWEN_3_MOE, **changes})
+        config_from_hf({**QWEN_3_MOE, **changes})
 
 
 def test_qwen3_without_head_dim_takes_its_familys_128() -> None:
     config = {**without(QWEN_2_5, "num_attention_heads"), "model_type": "qwen3", "num_attention_heads": 16}
-    assert ModelConfig.from_hf(config).head_dim == Qwen3Config(hidden_size=3584, num_attention_heads=16).head_dim == 128
+    assert config_from_hf(config).head_dim == Qwen3Config(hidden_size=3584, num_attention_heads=16).head_dim == 128
 
 
 def test_missing_kv_heads_mean_one_per_query_head() -> None:
-    assert ModelConfig.from_hf(without(LLAMA_3_1, "num_key_value_heads")).num_kv_heads == 32
+    assert config_from_hf(without(LLAMA_3_1, "num_key_value_heads")).num_kv_heads == 32
 
 
 @pytest.mark.parametrize(
@@ -250,8 +251,8 @@ def test_missing_kv_heads_mean_one_per_query_head() -> None:
 )
 def test_old_and_new_rope_settings_mean_the_same(rope: dict[str, Any], expected: RopeScaling | None) -> None:
     base = without(LLAMA_3_1, "rope_scaling", "rope_theta")
-    old = ModelConfig.from_hf({**base, "rope_theta": 500000.0, "rope_scaling": rope})
-    new = ModelConfig.from_hf({**base, "rope_parameters": {"rope_theta": 500000.0, **rope}})
+    old = config_from_hf({**base, "rope_theta": 500000.0, "rope_scaling": rope})
+    new = config_from_hf({**base, "rope_parameters": {"rope_theta": 500000.0, **rope}})
     assert old == new
     assert old.rope_scaling == expected
     assert old.rope_theta == 500000.0
@@ -259,7 +260,7 @@ def test_old_and_new_rope_settings_mean_the_same(rope: dict[str, Any], expected:
 
 def test_yarn_stretches_the_context() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert ModelConfig.from_hf({**QWEN_2_5, "rope_scaling": yarn}).context_length == 131072
+    assert config_from_hf({**QWEN_2_5, "rope_scaling": yarn}).context_length == 131072
 
 
 @pytest.mark.parametrize(
@@ -306,10 +307,10 @@ def test_yarn_stretches_the_context() -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig.from_hf({**QWEN_2_5, **changes})
+        config_from_hf({**QWEN_2_5, **changes})
 
 
 def test_sliding_windows_that_no_layer_uses_are_fine() -> None:
-    assert ModelConfig.from_hf({**QWEN_2_5, "use_sliding_window": True}) == ModelConfig.from_hf(QWEN_2_5)
+    assert config_from_hf({**QWEN_2_5, "use_sliding_window": True}) == config_from_hf(QWEN_2_5)
     listed = {**QWEN_2_5, "layer_types": ["full_attention"] * 28}
-    assert dataclasses.asdict(ModelConfig.from_hf(listed)) == dataclasses.asdict(ModelConfig.from_hf(QWEN_2_5))
+    assert dataclasses.asdict(config_from_hf(listed)) == dataclasses.asdict(config_from_hf(QWEN_2_5))

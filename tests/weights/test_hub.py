@@ -159,13 +159,13 @@ class TestPaths:
     @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "missing.gguf", "a/b/c", "with space"])
     def test_a_path_that_does_not_exist_never_goes_to_a_hub(self, name: str) -> None:
         with pytest.raises(
-            FileNotFoundError, match=r"leads nowhere\. Tried: built-in models \(smollm2-135m\).*does not exist"
+            FileNotFoundError, match=r"was not found\. Tried: built-in models \(smollm2-135m\).*does not exist"
         ):
             resolve_model(name)
 
     @pytest.mark.parametrize("name", ["./smolm2-135m", "./SmolLM2-135M", "smollm2-135.gguf"])
     def test_a_name_close_to_a_built_in_one_is_asked_about(self, name: str) -> None:
-        with pytest.raises(FileNotFoundError, match=r"leads nowhere\. Did you mean smollm2-135m\? Tried: "):
+        with pytest.raises(FileNotFoundError, match=r"was not found\. Did you mean smollm2-135m\? Tried: "):
             resolve_model(name)
 
     def test_an_empty_name_is_refused(self) -> None:
@@ -179,7 +179,7 @@ class TestHubs:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
         result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         error = result.stderr.strip().splitlines()[-1]
-        assert error.startswith("FileNotFoundError: model 'nobody/nothing' leads nowhere. Tried: built-in models")
+        assert error.startswith("FileNotFoundError: model 'nobody/nothing' was not found. Tried: built-in models")
         assert "path nobody/nothing: does not exist" in error
         assert "Hugging Face repository 'nobody/nothing' at revision 'v1': not in the local cache" in error
         assert "HF_HUB_OFFLINE" in error

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf import open_gguf
-from mini_sglang.weights.gguf_config import load_model_config
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
+from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot
 
 Write = Callable[..., Any]

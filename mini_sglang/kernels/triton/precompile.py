@@ -1,7 +1,7 @@
 """Compiles kernels side by side before they are needed. Triton compiles one when it is first launched, the next after.
 
-Within `CompileAhead.noting`, launches of kernels that are not compiled yet are noted and do not happen; those that are
-go on. So what is launched there must not be computed: capture it in a CUDA graph that is thrown away. Threads are
+Within `Precompile.recording`, launches of kernels that are not compiled yet are recorded and do not happen; those that
+are go on. So what is launched there must not be computed: capture it in a CUDA graph that is thrown away. Threads are
 enough, since most of the compiler, the assembler and the compiler of C run without Python's lock. Knows no kernel and
 no model.
 """
@@ -26,8 +26,8 @@ _ONE_AT_A_TIME = threading.Lock()  # Triton has one hook for the whole process
 _MOST_THREADS = 8  # more only wait for each other: a quarter of the work needs Python's lock
 
 
-class CompileAhead:
-    """Kernels of the current device that are compiled in the background, from the end of `noting` to `wait`."""
+class Precompile:
+    """Kernels of the current device that are compiled in the background, from the end of `recording` to `wait`."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -40,27 +40,27 @@ class CompileAhead:
         )
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note the kernels that this thread launches; their compiling begins at the end, in the order of launches."""
+    def recording(self) -> Iterator[None]:
+        """Record the kernels that this thread launches; their compiling begins at the end, in the order of launches."""
         runtime, this_thread = triton.knobs.runtime, threading.get_ident()
         previous: Any = None
-        noted: dict[tuple[Any, str], str] = {}  # (function, key of the compiled kernel) -> how it is specialised
+        recorded: dict[tuple[Any, str], str] = {}  # (function, key of the compiled kernel) -> how it is specialised
 
-        def note(**about: Any) -> bool | None:
+        def record(**about: Any) -> bool | None:
             """Called by Triton for a kernel that is not compiled; True: neither compile nor launch it."""
             if threading.get_ident() == this_thread:
-                noted[about["fn"].jit_function, about["key"]] = about["compile"]["specialization_data"]
+                recorded[about["fn"].jit_function, about["key"]] = about["compile"]["specialization_data"]
                 return True
             return None if previous is None else bool(previous(**about))
 
         with _ONE_AT_A_TIME:
-            previous, runtime.jit_cache_hook = runtime.jit_cache_hook, note
+            previous, runtime.jit_cache_hook = runtime.jit_cache_hook, record
             try:
                 yield
             finally:
                 runtime.jit_cache_hook = previous
         # no sooner: a launch would take a kernel that another thread has compiled but not loaded yet
-        self._kernels += [self._pool.submit(_prepare, function, data) for (function, _), data in noted.items()]
+        self._kernels += [self._pool.submit(_prepare, function, data) for (function, _), data in recorded.items()]
 
     def wait(self) -> None:
         """Until all kernels are compiled; raises what the compiler raised."""

@@ -62,8 +62,8 @@ class Draws:
         slots = random.Random(0).sample(range(self.rows), self.rows)
         placed = zip(slots, self.history, self.params, self.seeds, strict=True)
         new_rows = [NewRow(slot, tokens, PROMPT_LENGTH, params, seed) for slot, tokens, params, seed in placed]
-        table.take_rows(ScheduledBatch(0, [], new_rows, [], []))
-        sampler.take(new_rows)
+        table.take(new_rows)
+        sampler.take(ScheduledBatch(0, [], new_rows, [], []))
         positions = torch.tensor(self.positions, dtype=torch.int32, device=DEVICE)
         token_ids = sampler.draw(logits.to(DEVICE), torch.tensor(slots, device=DEVICE), positions)
         assert table.tokens[slots, self.positions].tolist() == token_ids.tolist()

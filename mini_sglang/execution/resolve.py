@@ -1,0 +1,152 @@
+"""Settles every setting that was left open, by the machine and the model; refuses those that fit neither."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+
+import torch
+
+from mini_sglang.attention.kv_pool import KVPool
+from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
+from mini_sglang.config import EngineConfig, ResolvedConfig
+from mini_sglang.execution.request_table import RequestTable
+from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.interface import FP8
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.parallel.sharding import shard_heads
+from mini_sglang.weights.hub import ModelSource
+from mini_sglang.weights.load import has_packed_blocks
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> ResolvedConfig:
+    """`config` with every `auto` and None replaced by what this machine and this model give.
+
+    What fits into a GPU's memory is only known when the model is there: `num_pages`, if it was left open, is then the
+    most that can be of use. Raises ValueError, naming the field, where a setting does not fit machine or model.
+    """
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    on_cpu = device == "cpu"
+    dtype = config.dtype if config.dtype != "auto" else _fastest_dtype(on_cpu)
+    context_length = config.context_length or model.context_length
+    if context_length > model.context_length:
+        raise ValueError(f"context_length must be at most the model's {model.context_length}, got {context_length}")
+    slots = _cpu_slots(config, context_length) if on_cpu else config.max_running_requests or 256
+    ranks_here = config.tp // config.nnodes
+    if on_cpu and config.all_reduce != "auto":
+        raise ValueError(f"all_reduce must be auto on a CPU, where gloo sums, got {config.all_reduce}")
+    if config.tp > 1 and not on_cpu and ranks_here > torch.cuda.device_count():
+        raise ValueError(
+            f"tp must be at most the GPUs that this process sees, {torch.cuda.device_count()}, on each node; "
+            f"got {config.tp} on {config.nnodes}"
+        )
+    backend = resolve_backend(config.attention_backend, torch.device(device), DTYPES[dtype], kv_dtype(config, dtype))
+    if config.deterministic and set(backend.split(",")) != {"triton"}:
+        raise ValueError(
+            f"deterministic needs a GPU and attention_backend=triton, got {device} and {backend}; leave it off"
+        )
+    most_pages = slots * -(-context_length // config.page_size)
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here) if on_cpu else torch.get_num_threads()
+    known = {
+        "device": device,
+        "dtype": dtype,
+        "weights": _resolve_weights(config, on_cpu, dtype, source),
+        "context_length": context_length,
+        "max_running_requests": slots,
+        "max_prefill_tokens": config.max_prefill_tokens or (512 if on_cpu else 8192),
+        "num_pages": _cpu_pages(config, model, dtype, most_pages) if on_cpu else config.num_pages or most_pages,
+        "run_ahead": config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
+        "attention_backend": backend,
+        "cuda_graph_max_bs": _graph_rows(config, backend, slots, on_cpu),
+        "num_threads": config.num_threads or threads,
+    }
+    return ResolvedConfig(**{**dataclasses.asdict(config), **known})
+
+
+def _graph_rows(config: EngineConfig, backend: str, slots: int, on_cpu: bool) -> int:
+    """The most rows of a CUDA graph: 0 on a CPU, or where decode attention plans on the host, outside of any graph."""
+    decode, rows = backend.split(",")[-1], config.cuda_graph_max_bs
+    if on_cpu:
+        if rows:
+            raise ValueError(f"cuda_graph_max_bs must be 0 on a CPU, got {rows}; leave it open")
+        return 0
+    if decode in GRAPH_BACKENDS:
+        return slots if rows is None else min(rows, slots)
+    if rows:
+        raise ValueError(f"cuda_graph_max_bs must be 0 with {decode} as decode attention backend, got {rows}")
+    logger.info("decode steps run without CUDA graphs, since %s plans them on the host", decode)
+    return 0
+
+
+def _fastest_dtype(on_cpu: bool) -> str:
+    """bfloat16 on GPUs and on CPUs that multiply it natively, else float32."""
+    if not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return "bfloat16"
+    return "float32"
+
+
+def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: ModelSource) -> str:
+    possible = on_cpu and dtype == "bfloat16" and config.load_format != "dummy" and has_packed_blocks(source)
+    possible = possible and CpuMatrix.available(DTYPES[dtype]) and config.tp == 1  # shards would cut blocks apart
+    if config.weights == "packed" and not possible:
+        raise ValueError(
+            "weights=packed needs a 4-bit GGUF file (Q4_0 or Q4_1), a CPU that multiplies bfloat16, dtype bfloat16 and "
+            f"tp 1; got {source.path} on {'cpu' if on_cpu else 'gpu'} with dtype {dtype} and tp {config.tp}"
+        )
+    if config.weights == "auto":
+        return "packed" if possible and config.dtype == "auto" else "dense"
+    return config.weights
+
+
+def _cpu_slots(config: EngineConfig, context_length: int) -> int:
+    """The slots asked for, or 64, whose tables must fit into this machine's memory."""
+    slots = config.max_running_requests or 64
+    most = _memory_bytes() // RequestTable.bytes_per_slot(context_length, config.page_size)
+    if slots > most:
+        raise ValueError(
+            f"max_running_requests must be at most {most}, whose tables of context_length {context_length} fill this "
+            f"machine's memory, got {slots}; lower it or context_length"
+        )
+    return slots
+
+
+def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, most: int) -> int:
+    """The pages asked for, or those within the byte budget, but then no more than the `most` that can be of use."""
+    bytes_per_page = page_bytes(config, model, dtype)
+    memory = _memory_bytes()
+    if config.num_pages is not None:
+        if config.num_pages > memory // bytes_per_page:
+            raise ValueError(
+                f"num_pages must be at most {memory // bytes_per_page}, which fill this machine's memory, "
+                f"got {config.num_pages}"
+            )
+        return config.num_pages
+    if config.kv_cache_bytes > memory:
+        raise ValueError(f"kv_cache_bytes must be at most this machine's memory, {memory}, got {config.kv_cache_bytes}")
+    pages = config.kv_cache_bytes // bytes_per_page
+    if pages < 2:
+        raise ValueError(
+            f"kv_cache_bytes must hold at least two pages of {bytes_per_page} bytes, got {config.kv_cache_bytes}; "
+            "raise it or lower page_size"
+        )
+    return min(pages, most)
+
+
+def _memory_bytes() -> int:
+    """Of this machine; a container may be allowed less."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def page_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
+    """Of one page in the pool of each rank."""
+    kv_heads = shard_heads(model.num_heads, model.num_kv_heads, 0, config.tp).kv.size
+    return KVPool.bytes_per_page(model.num_layers, config.page_size, kv_heads, model.head_dim, kv_dtype(config, dtype))
+
+
+def kv_dtype(config: EngineConfig, dtype: str) -> torch.dtype:
+    return FP8 if config.kv_cache_dtype == "fp8" else DTYPES[dtype]

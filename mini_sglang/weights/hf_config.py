@@ -1,0 +1,356 @@
+"""Reads a `ModelConfig` from a Hugging Face config.json and the files beside it. Without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, stretched_length
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """Read a Hugging Face config.json. ValueError for a model type or setting that is not supported, naming it."""
+    family = _family(config)
+    _refuse_unsupported(config, family)
+    hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    trained_length = _size(config, "max_position_embeddings", family.context_length)
+    rope_theta, rope_scaling = _rope(config, trained_length, family.rope_theta)
+    attention_bias = family.qkv_bias or bool(config.get("attention_bias"))
+    return ModelConfig(
+        architecture=config["model_type"],
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_size(config, "num_key_value_heads", num_heads),
+        head_dim=_size(config, "head_dim", family.head_dim or hidden_size // num_heads),
+        context_length=stretched_length(trained_length, rope_scaling),
+        rms_norm_eps=_number("rms_norm_eps", _optional(config, "rms_norm_eps", family.rms_norm_eps)),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=bool(_optional(config, "tie_word_embeddings", family.tied)),
+        attention_bias=attention_bias,
+        attention_output_bias=attention_bias and not family.qkv_bias,
+        mlp_bias=family.mlp_bias_allowed and bool(config.get("mlp_bias")),
+        sliding_window=family.sliding_window(config),
+        unrotated_layers=family.unrotated_layers(config),
+        experts=family.experts(config),
+        eos_token_ids=eos_token_ids(config),
+    )
+
+
+def end_token_ids(folder: Path) -> frozenset[int]:
+    """All end tokens of a folder: generation_config.json's, config.json's and the tokenizer's."""
+    settings = [_read_optional_json(folder / name) for name in ("config.json", "generation_config.json")]
+    tokenizer_ids = _tokenizer_eos_ids(folder)
+    return frozenset(tokenizer_ids).union(*(eos_token_ids(entry) for entry in settings))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises FileNotFoundError, or ValueError naming the file if it is no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _tokenizer_eos_ids(folder: Path) -> list[int]:
+    """The id of tokenizer_config.json's end token, which not every config.json repeats."""
+    settings = _read_optional_json(folder / "tokenizer_config.json")
+    token = settings.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return []
+    added = {entry["content"]: int(token_id) for token_id, entry in settings.get("added_tokens_decoder", {}).items()}
+    if text not in added:
+        tokenizer = _read_optional_json(folder / "tokenizer.json")
+        added |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
+    return [added[text]] if text in added else []
+
+
+# -- the fields of config.json -----------------------------------------------------------------------------------------
+
+
+def _no_window(config: Mapping[str, Any]) -> int | None:
+    return None
+
+
+def _mistral_window(config: Mapping[str, Any]) -> int | None:
+    return _window(config, 4096)
+
+
+def _mixtral_window(config: Mapping[str, Any]) -> int | None:
+    return _window(config, None)
+
+
+def _qwen2_window(config: Mapping[str, Any]) -> int | None:
+    """None: the layers from max_window_layers on may slide while the others do not, and such models are refused.
+
+    Without the key transformers takes 28.
+    """
+    slides = _size(config, "max_window_layers", 28, least=0) < _size(config, "num_hidden_layers")
+    _refuse_window(config, slides=slides)
+    return None
+
+
+def _smollm3_window(config: Mapping[str, Any]) -> int | None:
+    """None: the layers without rotation may slide while the others do not, and such models are refused."""
+    _refuse_window(config, slides=bool(_smollm3_unrotated(config)))
+    return None
+
+
+def _refuse_window(config: Mapping[str, Any], *, slides: bool) -> None:
+    """Some layers would slide, unless `layer_types`, which is looked at for every family, says otherwise."""
+    window = config.get("sliding_window")
+    if slides and window and config.get("use_sliding_window") and not config.get("layer_types"):
+        raise ValueError(f"sliding_window {window} in some of the layers is not supported")
+
+
+def _qwen3_moe_window(config: Mapping[str, Any]) -> int | None:
+    return _window(config, 4096) if config.get("use_sliding_window") else None
+
+
+def _window(config: Mapping[str, Any], default: int | None) -> int | None:
+    """null means no window, an absent key the default"""
+    return None if config.get("sliding_window", default) is None else _size(config, "sliding_window", default)
+
+
+def _all_rotated(config: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset()
+
+
+def _smollm3_unrotated(config: Mapping[str, Any]) -> frozenset[int]:
+    """Against its name, `no_rope_layers` holds a 1 for each layer that rotates; it may be longer than the model."""
+    layers = range(_size(config, "num_hidden_layers"))
+    rotates = config.get("no_rope_layers")
+    if rotates is None:
+        interval = _size(config, "no_rope_layer_interval", 4)
+        rotates = [(layer + 1) % interval for layer in layers]
+    if not isinstance(rotates, list) or len(rotates) < len(layers):
+        raise ValueError(f"no_rope_layers must list each of the {len(layers)} layers, got {rotates!r}")
+    return frozenset(layer for layer in layers if not rotates[layer])
+
+
+def _no_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    return None
+
+
+def _mixtral_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    return ExpertsConfig(
+        num_experts=_size(config, "num_local_experts", 8),
+        experts_per_token=_size(config, "num_experts_per_tok", 2),
+        intermediate_size=_size(config, "intermediate_size"),
+        normalize_weights=True,
+    )
+
+
+def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    # transformers wrote "num_experts" before version 5
+    number = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    step, layers = _size(config, "decoder_sparse_step", 1), _size(config, "num_hidden_layers")
+    named = _integers("mlp_only_layers", _list(config, "mlp_only_layers"))
+    dense = {layer for layer in range(layers) if (layer + 1) % step}.union(named)
+    return ExpertsConfig(
+        num_experts=_size(config, number, 128),
+        experts_per_token=_size(config, "num_experts_per_tok", 8),
+        intermediate_size=_size(config, "moe_intermediate_size", 768),
+        normalize_weights=bool(config.get("norm_topk_prob")),
+        dense_layers=frozenset(dense),
+    )
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's config.json leaves unsaid: transformers' defaults for absent keys, and fixed traits."""
+
+    context_length: int
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    qkv_bias: bool = False  # always a bias on q, k, v and none on the output projection
+    mlp_bias_allowed: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    tied: bool = False
+    sliding_window: Callable[[Mapping[str, Any]], int | None] = _no_window  # the one that all layers share
+    unrotated_layers: Callable[[Mapping[str, Any]], frozenset[int]] = _all_rotated
+    experts: Callable[[Mapping[str, Any]], ExpertsConfig | None] = _no_experts
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(context_length=2048, mlp_bias_allowed=True),
+    "mistral": _Family(context_length=131072, sliding_window=_mistral_window),
+    "mixtral": _Family(
+        context_length=131072,
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+        sliding_window=_mixtral_window,
+        experts=_mixtral_experts,
+    ),
+    "olmo2": _Family(context_length=2048, rms_norm_eps=1e-5),
+    "qwen2": _Family(context_length=32768, qkv_bias=True, sliding_window=_qwen2_window),
+    "qwen3": _Family(context_length=32768, head_dim=128, sliding_window=_qwen2_window),
+    "qwen3_moe": _Family(context_length=32768, sliding_window=_qwen3_moe_window, experts=_qwen3_moe_experts),
+    "smollm3": _Family(
+        context_length=32768,
+        mlp_bias_allowed=True,
+        rope_theta=2e6,
+        tied=True,
+        sliding_window=_smollm3_window,
+        unrotated_layers=_smollm3_unrotated,
+    ),
+}
+
+
+def _family(config: Mapping[str, Any]) -> _Family:
+    model_type = str(config.get("model_type"))
+    if model_type not in _FAMILIES:
+        supported = ", ".join(sorted(_FAMILIES))
+        raise ValueError(f"model_type {model_type!r} is not supported; supported are {supported}")
+    return _FAMILIES[model_type]
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"hidden_act {activation!r} is not supported; only 'silu' is")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
+        raise ValueError(
+            f"quantization_config (quant_method {method!r}) is not supported; "
+            "use an unquantised checkpoint or a GGUF file"
+        )
+    layer_types = set(map(str, _list(config, "layer_types")))
+    if family.sliding_window(config) is not None and len(layer_types) <= 1:
+        return
+    if layer_types - {"full_attention"}:
+        kinds = ", ".join(sorted(layer_types - {"full_attention"}))
+        raise ValueError(f"layer_types {kinds} (sliding_window {config.get('sliding_window')}) are not supported")
+
+
+def _rope(config: Mapping[str, Any], trained_length: int, default_theta: float) -> tuple[float, RopeScaling | None]:
+    """The rotary base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope: Mapping[str, Any] = config.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(f"{key} must be one mapping for all layers, got {rope!r}")
+    theta = _number("rope_theta", _optional(rope, "rope_theta", _optional(config, "rope_theta", default_theta)))
+    partial = _optional(rope, "partial_rotary_factor", _optional(config, "partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
+    kind = str(_optional(rope, "rope_type", _optional(rope, "type", "default")))
+    if kind == "default":
+        return theta, None
+    if kind not in _ROPE_READERS:
+        supported = ", ".join(["default", *_ROPE_READERS])
+        raise ValueError(f"{key} of type {kind!r} is not supported; supported are {supported}")
+    key = "original_max_position_embeddings"
+    return theta, _ROPE_READERS[kind](rope, _size(config, key, _size(rope, key, trained_length)), trained_length)
+
+
+def _read_linear(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
+    return RopeScaling(kind="linear", factor=_factor(rope, "factor"))
+
+
+def _read_llama3(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
+    low, high = _factor(rope, "low_freq_factor"), _factor(rope, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"low_freq_factor must be below high_freq_factor, got {low} and {high}")
+    return RopeScaling(
+        kind="llama3",
+        factor=_factor(rope, "factor"),
+        original_context_length=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _read_yarn(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
+    if rope.get("truncate") is False:
+        raise ValueError("rope_scaling 'truncate': false is not supported for yarn")
+    factor = _number("factor", _optional(rope, "factor", trained_length / original))
+    attention_factor = rope.get("attention_factor")
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:
+        magnitude = _yarn_magnitude(factor, _number("mscale", mscale))
+        attention_factor = magnitude / _yarn_magnitude(factor, _number("mscale_all_dim", mscale_all_dim))
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_context_length=original,
+        beta_fast=_number("beta_fast", rope.get("beta_fast") or 32.0),
+        beta_slow=_number("beta_slow", rope.get("beta_slow") or 1.0),
+        attention_factor=None if attention_factor is None else _number("attention_factor", attention_factor),
+    )
+
+
+def _yarn_magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+_ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any], int, int], RopeScaling]] = {
+    "linear": _read_linear,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
+
+
+def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    """The `eos_token_id` of a config.json or generation_config.json, which is an id, a list of ids, or absent."""
+    value = config.get("eos_token_id")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return frozenset(_integers("eos_token_id", [token_id for token_id in values if token_id is not None]))
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """An integer of at least `least`; without a default it must be there."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"config.json has no {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"config.json: {key!r} must be an integer of at least {least}, got {value!r}")
+    return value
+
+
+def _factor(rope: Mapping[str, Any], key: str) -> float:
+    if rope.get(key) is None:
+        raise ValueError(f"the rope scaling of config.json needs a number {key!r}")
+    return _number(key, rope[key])
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key!r} must be a finite number above 0, got {value!r}")
+    return float(value)
+
+
+def _list(config: Mapping[str, Any], key: str) -> list[Any]:
+    """Empty where the key is absent or null"""
+    value = _optional(config, key, [])
+    if not isinstance(value, list):
+        raise ValueError(f"config.json: {key!r} must be a list, got {value!r}")
+    return value
+
+
+def _integers(key: str, values: list[Any]) -> list[int]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{key!r} must hold integers, got {value!r}")
+    return values
+
+
+def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value, or the default where the key is absent or null."""
+    return default if config.get(key) is None else config[key]

@@ -1,0 +1,25 @@
+"""Reads a checkpoint's `ModelConfig`, whichever format it has. Without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.gguf_config import config_from_gguf
+from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.hf_config import config_from_hf, end_token_ids, read_json
+from mini_sglang.weights.hub import ModelSource
+
+
+def load_model_config(source: ModelSource) -> ModelConfig:
+    """The model's sizes, switches and end tokens.
+
+    Raises FileNotFoundError without config.json, ValueError for what is malformed or not supported, naming it.
+    """
+    try:
+        if source.kind == "gguf":
+            return config_from_gguf(GGUFFile(source.path))
+        config = config_from_hf(read_json(source.path / "config.json"))
+        return dataclasses.replace(config, eos_token_ids=end_token_ids(source.path))
+    except ValueError as error:
+        raise ValueError(f"model {source.name!r}: {error}") from error
