@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +19,7 @@ from mini_sglang.config import EngineConfig
 from mini_sglang.execution.executor import Executor, StepHandle, is_lost
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.grammar.masks import GrammarMasks
-from mini_sglang.observability.observer import EngineObserver
+from mini_sglang.observability.observer import EngineObserver, PhaseName
 from mini_sglang.observability.step_log import StepLog
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
 from mini_sglang.request import Request
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNWATCHED = nullcontext()
 _MASK_WAIT_S = 0.01  # with nothing to compute but masks; between such waits callers come to speak
 
 
@@ -42,7 +45,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
         log = None if config.step_log is None else StepLog(config.step_log)  # a wrong path is known before loading
-        self._observer = EngineObserver(log, config.profile_dir)
+        self._observer: EngineObserver | None = None  # unless there is something to watch for
+        if log is not None or config.profile_dir is not None:
+            self._observer = EngineObserver(log, config.profile_dir)
         self.executor = Executor(config)
         self.config = self.executor.config
         self.model_config = self.executor.model_config
@@ -52,8 +57,12 @@ class Engine:
         self._random = random.Random()
         model = self.model_config
         load = partial(_load_compiler, self.executor.source, tokenizer, model.vocab_size, model.eos_token_ids)
-        self._masks = GrammarMasks(load)
-        self._observer.started(asdict(self.config))
+        self._make_masks = partial(GrammarMasks, load)
+        self._masks: GrammarMasks | None = None  # from the first grammar on
+        self._arrived_s: dict[str, float] = {}  # when each request came that was in no step yet
+        self._queued_s: dict[str, float] = {}  # for how long each waited that was, until an output says so
+        if self._observer is not None:
+            self._observer.started(asdict(self.config))
 
     def add_request(
         self,
@@ -83,33 +92,50 @@ class Engine:
             seed=seed,
         )
         self.scheduler.add(request)
-        self._observer.arrived(request_id, len(prompt_ids))
+        self._arrived_s[request_id] = time.perf_counter()
+        if self._observer is not None:
+            self._observer.arrived(request_id, len(prompt_ids))
         if request.is_constrained:
-            self._masks.add(request_id, params, request.max_num_tokens - len(prompt_ids))
+            self._all_masks().add(request_id, params, request.max_num_tokens - len(prompt_ids))
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Wait until a grammar is compiled, if `params` ask for one. Raises ValueError, naming the field."""
         if params.is_constrained:
-            self._masks.check(params)
+            self._all_masks().check(params)
+
+    def _all_masks(self) -> GrammarMasks:
+        if self._masks is None:
+            self._masks = self._make_masks()
+        return self._masks
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request at once, wherever it stands; an unknown id is ignored, since it may just have ended."""
         self.scheduler.abort(request_id, reason)
-        self._masks.drop(request_id)
-        self._observer.ended(request_id, reason)
+        self._arrived_s.pop(request_id, None)
+        self._queued_s.pop(request_id, None)
+        if self._masks is not None:
+            self._masks.drop(request_id)
+        if self._observer is not None:
+            self._observer.ended(request_id, reason)
 
     def step(self) -> StepOutputs:
         """Launch the next step if there is one, then read the oldest step that is due.
 
         An error of a step ends its requests, and is raised only where it leaves devices on which no other can run.
         """
-        ended = self._take_masks() if self._masks else []
+        masks = self._masks
+        ended = self._take_masks(masks) if masks else []
         outputs = self._launch_and_read()
-        if self._masks:
-            self._advance_masks(outputs)
+        if masks:
+            _advance_masks(masks, outputs)
         if ended:
             outputs = StepOutputs(outputs.request_ids, outputs.token_ids, [*ended, *outputs.others])
-        self._observer.gave(outputs.others)
+        for output in outputs.others:
+            output.queued_s = self._queued_s.pop(output.request_id, None)
+            if output.finish_reason is not None:
+                self._arrived_s.pop(output.request_id, None)
+        if self._observer is not None:
+            self._observer.gave(outputs.others)
         return outputs
 
     def _launch_and_read(self) -> StepOutputs:
@@ -119,54 +145,60 @@ class Engine:
         reading raises ends the requests of that step alone (`_fail`). With no step to read, wait a moment for masks if
         there are any.
         """
-        observer = self._observer
-        with observer.phase("schedule", self.scheduler.next_step):
+        with self._phase("schedule", self.scheduler.next_step):
             batch = self.scheduler.schedule()
         if batch is not None:
-            observer.scheduled(batch, self.scheduler)
+            self._note_admitted(batch)
             try:
-                with observer.phase("launch", batch.step):
+                with self._phase("launch", batch.step):
                     self._inflight.append((batch, self.executor.launch(batch)))
             except Exception as error:  # a failed step must not take the engine down with the other requests
                 return self._fail(batch, error)
         if self._inflight and (batch is None or len(self._inflight) > self._run_ahead):
             batch, handle = self._inflight.popleft()
             try:
-                with observer.phase("wait", batch.step):
+                with self._phase("wait", batch.step):
                     result = handle.result()
             except Exception as error:
                 return self._fail(batch, error)
-            with observer.phase("update", batch.step):
+            with self._phase("update", batch.step):
                 outputs = self.scheduler.update(batch, result)
-            observer.read(batch, handle.device_us)
+            if self._observer is not None:
+                self._observer.read(batch, handle.device_us)
             return outputs
         if self._masks:
             self._masks.wait(_MASK_WAIT_S)
         return StepOutputs()
 
-    def _take_masks(self) -> list[TokenOutput]:
+    def _phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:
+        """Around a phase of a step, which is timed and named where somebody watches."""
+        return _UNWATCHED if self._observer is None else self._observer.phase(name, step)
+
+    def _note_admitted(self, batch: ScheduledBatch) -> None:
+        """Note how long requests were queued that `batch`, the latest step, is the first to contain."""
+        if batch.new_rows:
+            now = time.perf_counter()
+            for request_id in self.scheduler.latest_step.admitted:
+                if (arrived := self._arrived_s.pop(request_id, None)) is not None:
+                    self._queued_s[request_id] = now - arrived
+        if self._observer is not None:
+            self._observer.scheduled(batch, self.scheduler)
+
+    def _take_masks(self, masks: GrammarMasks) -> list[TokenOutput]:
         """Let requests go on whose next mask is known; those whose grammar has come to its end end here."""
         outputs = []
-        for ready in self._masks.take_ready():
+        for ready in masks.take_ready():
             if ready.mask is not None:
                 self.scheduler.set_mask(ready.request_id, ready.mask)
                 continue
-            self._masks.drop(ready.request_id)
+            masks.drop(ready.request_id)
             reason = FinishReason.STOP if ready.error is None else FinishReason.ERROR
             outputs.append(self.scheduler.end(ready.request_id, reason, ready.error, ready.error_param))
         return [output for output in outputs if output is not None]
 
-    def _advance_masks(self, outputs: StepOutputs) -> None:
-        """Follow the tokens of requests with a grammar, which are never among those that decode in every step."""
-        for output in outputs.others:
-            if output.finish_reason is not None:
-                self._masks.drop(output.request_id)
-            elif output.request_id in self._masks:
-                for token_id in output.token_ids:
-                    self._masks.advance(output.request_id, token_id)
-
     def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:
-        self._observer.read(batch, error=f"{type(error).__name__}: {error}")
+        if self._observer is not None:
+            self._observer.read(batch, error=f"{type(error).__name__}: {error}")
         if is_lost(error):
             raise error
         logger.exception("step %d failed", batch.step, exc_info=error)
@@ -197,21 +229,38 @@ class Engine:
 
         Raises ValueError without `profile_dir` or while a trace is being made, OSError if the folder cannot be made.
         """
-        self._observer.start_trace(num_steps)
+        self._tracing_observer().start_trace(num_steps)
 
     def stop_trace(self) -> str:
         """End the trace, unless it has ended by itself; returns the path of its file, in Chrome's format.
 
         Raises ValueError if none was started, OSError if it could not be written.
         """
-        return self._observer.stop_trace()
+        return self._tracing_observer().stop_trace()
+
+    def _tracing_observer(self) -> EngineObserver:
+        if self._observer is None:
+            raise ValueError("profile_dir must be set for traces: start the engine with --profile-dir DIR")
+        return self._observer
 
     def close(self) -> None:
         """Release the model and the pool. The engine cannot be used afterwards."""
         self._inflight.clear()
-        self._masks.close()
+        if self._masks is not None:
+            self._masks.close()
         self.executor.close()
-        self._observer.close()
+        if self._observer is not None:
+            self._observer.close()
+
+
+def _advance_masks(masks: GrammarMasks, outputs: StepOutputs) -> None:
+    """Follow the tokens of requests with a grammar, which are never among the columns."""
+    for output in outputs.others:
+        if output.finish_reason is not None:
+            masks.drop(output.request_id)
+        elif output.request_id in masks:
+            for token_id in output.token_ids:
+                masks.advance(output.request_id, token_id)
 
 
 def _load_compiler(

@@ -1,7 +1,6 @@
-"""What is to be seen of an engine at work: how long requests were queued, the step log, and traces.
+"""What is to be seen of an engine at work: the step log, and traces.
 
-The engine tells its observer what happens; the observer decides nothing and changes nothing but the `queued_s` of
-outputs. With neither log nor trace a step costs it next to nothing, with a log what changes in the step.
+The engine tells its observer what happens, if it has one; the observer decides nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mini_sglang.observability.profiler import Tracer
 from mini_sglang.observability.step_log import Arrived, Chunk, Ended, Header, Step, StepLog
 from mini_sglang.outputs import FinishReason, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch
-from mini_sglang.scheduling.scheduler import LaunchedStep, Scheduler
+from mini_sglang.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ class EngineObserver:
         self._log = log
         self._profile_dir = profile_dir
         self._began_ns = time.perf_counter_ns()
-        self._arrived_us: dict[str, int] = {}  # of requests that were in no step yet
-        self._queued_us: dict[str, int] = {}  # of those that were, until an output says so
         self._live: set[str] = set()  # requests that have not ended
         self._next = Step(step=0, at_us=0, host_us={})  # the step that is being scheduled
         self._unread: dict[int, Step] = {}  # launched ones, by number
@@ -61,18 +58,15 @@ class EngineObserver:
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
         """A request was queued."""
-        now = self._arrived_us[request_id] = self.now_us()
         self._live.add(request_id)
         if self._log is not None:
-            self._log.write(Arrived(at_us=now, request_id=request_id, prompt_tokens=prompt_tokens))
+            self._log.write(Arrived(at_us=self.now_us(), request_id=request_id, prompt_tokens=prompt_tokens))
 
     def ended(self, request_id: str, reason: FinishReason) -> None:
         """A request ended; one that has ended before is ignored."""
         if request_id not in self._live:
             return
         self._live.remove(request_id)
-        self._arrived_us.pop(request_id, None)
-        self._queued_us.pop(request_id, None)
         if self._log is not None:
             self._log.write(Ended(at_us=self.now_us(), request_id=request_id, reason=reason))
             if not self._live:  # nothing may follow for a long time
@@ -90,11 +84,6 @@ class EngineObserver:
 
     def scheduled(self, batch: ScheduledBatch, scheduler: Scheduler) -> None:
         """`batch` is about to be launched, and is the last one that was scheduled."""
-        if batch.new_rows and self._arrived_us:
-            now = self.now_us()
-            for request_id in _admitted(scheduler.latest_step):
-                if (arrived := self._arrived_us.pop(request_id, None)) is not None:
-                    self._queued_us[request_id] = now - arrived
         if self._log is not None or self.tracer is not None:
             self._unread[batch.step] = self._next
             self._describe(self._next, scheduler)
@@ -109,7 +98,7 @@ class EngineObserver:
                 step.chunks.append(Chunk(request.request_id, row.start, row.count, row.samples))
         step.decodes, step.tokens = len(decode_ids), launched.batch.num_tokens
         step.decode_ids = tuple(decode_ids)
-        step.admitted = _admitted(launched)
+        step.admitted = launched.admitted
         step.preempted = launched.preempted
         step.running, step.waiting = stats.num_running, stats.num_waiting
         step.free_pages, step.cached_pages = stats.num_free_pages, stats.num_cached_pages
@@ -138,8 +127,6 @@ class EngineObserver:
     def gave(self, outputs: Iterable[TokenOutput]) -> None:
         """These go to whoever asked: all that a step has to say beyond one more token of a request."""
         for output in outputs:
-            if self._queued_us and (queued_us := self._queued_us.pop(output.request_id, None)) is not None:
-                output.queued_s = queued_us / 1e6
             if output.finish_reason is not None:
                 self.ended(output.request_id, output.finish_reason)
 
@@ -187,12 +174,6 @@ class EngineObserver:
         self._finish_trace()
         if self._log is not None:
             self._log.close()
-
-
-def _admitted(launched: LaunchedStep) -> list[str]:
-    slots = {row.slot for row in launched.batch.new_rows}
-    rows = zip(launched.requests, launched.batch.rows, strict=True)
-    return [request.request_id for request, row in rows if row.slot in slots]
 
 
 class _Phase:

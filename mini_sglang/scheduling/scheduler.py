@@ -69,6 +69,13 @@ class LaunchedStep:
     requests: list[Request]  # one for each of batch.rows
     preempted: list[str]  # ids of requests that were preempted since the step before
 
+    @property
+    def admitted(self) -> list[str]:
+        """Ids of the requests that take a slot with this step."""
+        slots = {row.slot for row in self.batch.new_rows}
+        rows = zip(self.requests, self.batch.rows, strict=True)
+        return [request.request_id for request, row in rows if row.slot in slots]
+
 
 class Scheduler:
     """Continuous batching over one KV pool.
