@@ -15,6 +15,7 @@ from mini_sglang.learn.lesson import Lesson, all_lessons  # noqa: E402
 
 _LINK_TO_DOCS = re.compile(r"\]\(\.\./\.\./docs/")
 _LINK_TO_COURSE = re.compile(r"\]\(\.\./course/")
+_LINK_TO_SOURCE = re.compile(r"\[([^\]]*)\]\(\.\./mini_sglang/[^)]*\)")
 _LINK_OUT = re.compile(r"\[([^\]]*)\]\(\.\./\.\./(?!docs/)[^)]*\)")
 
 
@@ -38,7 +39,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Quotes become source. Links between docs/ and course/ stay in the site; what it lacks is named only."""
     if not page.file.src_uri.startswith("course/"):
-        return _LINK_TO_COURSE.sub("](course/", markdown)
+        return _LINK_TO_SOURCE.sub(r"`\1`", _LINK_TO_COURSE.sub("](course/", markdown))
     text = quotes.expand(markdown)
     return _LINK_OUT.sub(r"\1", _LINK_TO_DOCS.sub("](../../", text))
 

@@ -32,6 +32,9 @@ class KVPool:
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
         self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = self._memory.unbind()
+        self._movable = movable(self._memory).unbind()  # the layers as they can be read and written by index
+        # as rows of one dimension: beyond 2 GB torch would cut a copy with more dimensions into one for each layer
+        self._pages = movable(self._memory).flatten(0, 2)
         # [2 num_layers, 1]: which pages of all are page 0 of each layer's keys, and of its values
         self._first_pages = torch.arange(0, 2 * num_layers * num_pages, num_pages, device=device).unsqueeze(1)
         # the same memory by cell (page id * page_size + offset): [num_cells, kv_heads, head_dim] of keys and of values
@@ -48,7 +51,7 @@ class KVPool:
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Keys and values of `pages` [n] in that order -> [2, n * page_size, kv_heads, head_dim] of the pool's dtype"""
-        return movable(self.layers[layer]).index_select(1, pages).view(self.dtype).flatten(1, 2)
+        return self._movable[layer].index_select(1, pages).view(self.dtype).flatten(1, 2)
 
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -59,8 +62,7 @@ class KVPool:
         if not copies:
             return
         sources, destinations = send([*zip(*copies, strict=True)], self._memory.device)
-        # as rows of one dimension: beyond 2 GB torch would cut a copy with more dimensions into one for each layer
-        pages = movable(self._memory).flatten(0, 2)
+        pages = self._pages
         bytes_at_once = len(copies) * pages[0].nbytes
         for firsts in self._first_pages.split(max(1, _COPY_BYTES // bytes_at_once)):
             copied = pages.index_select(0, (firsts + sources).flatten())

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mini_sglang.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionPlan,
-    DecodeGraphBackend,
-    PrefillGraphBackend,
-)
+from mini_sglang.attention.base import AttentionBackend, DecodeGraphBackend, PrefillGraphBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
 from mini_sglang.kernels.interface import FP8
@@ -32,9 +26,6 @@ class Backends:
 
     prefill: AttentionBackend
     decode: AttentionBackend
-
-    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
-        return (self.decode if max(metadata.counts) == 1 else self.prefill).plan(metadata)
 
 
 @dataclass(frozen=True)

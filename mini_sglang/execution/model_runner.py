@@ -84,4 +84,5 @@ class ModelRunner:
         logit_rows = inputs.logit_rows
         if also_wanted:
             logit_rows = torch.cat((logit_rows, self.table.send(also_wanted)))
-        return ForwardBatch(inputs.input_ids, inputs.positions, logit_rows, self._backends.plan(inputs.attention))
+        backend = self._backends.decode if max(inputs.attention.counts) == 1 else self._backends.prefill
+        return ForwardBatch(inputs.input_ids, inputs.positions, logit_rows, backend.plan(inputs.attention))

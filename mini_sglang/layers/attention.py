@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mini_sglang.kernels.interface import Residual
+from mini_sglang.kernels.interface import Residual, Rotation
 from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import BlockNorms, RMSNorm
@@ -52,7 +52,7 @@ class Attention:
         k_norm = None if self._k_norm is None else self._k_norm.weight
         if self._whole_norms is not None:
             qkv = self._whole_norms(qkv)
-        rotation, target = self._rotary.at(step.positions), step.plan.target(self._layer)
+        rotation, target = Rotation(*self._rotary, step.positions), step.plan.target(self._layer)
         q = self._kernels.rope_store(qkv, rotation, target, q_norm, k_norm, self._eps)
         attended = step.plan.attend(q, self._layer).flatten(1)
         if self._is_last and step.logit_rows is not None:

@@ -9,20 +9,10 @@ import math
 
 import torch
 
-from mini_sglang.kernels.interface import Rotation
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig, RopeScaling
 
-
-class RotaryTable:
-    """The rotations of positions 0 to `context_length` - 1: cos and sin [context_length, head_dim / 2]."""
-
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self._cos, self._sin = cos, sin
-
-    def at(self, positions: torch.Tensor) -> Rotation:
-        """positions [tokens] int64 -> their rotation"""
-        return Rotation(self._cos, self._sin, positions)
+RotaryTable = tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, [context_length, head_dim / 2]
 
 
 def rotary_tables(config: ModelConfig, context_length: int, placement: Placement) -> list[RotaryTable]:
@@ -31,17 +21,15 @@ def rotary_tables(config: ModelConfig, context_length: int, placement: Placement
     A layer without rotation (NoPE, Kazemnejad et al., arXiv 2305.19466) has one of angles 0.
     """
     inverse, amplitude = inverse_frequencies(config)
-    rotated = RotaryTable(*_table(inverse, amplitude, context_length, placement))
+    rotated = _table(inverse, amplitude, context_length, placement)
     if not config.unrotated_layers:
         return [rotated] * config.num_layers
-    still = RotaryTable(*_table(torch.zeros_like(inverse), 1.0, context_length, placement))
+    still = _table(torch.zeros_like(inverse), 1.0, context_length, placement)
     return [still if layer in config.unrotated_layers else rotated for layer in range(config.num_layers)]
 
 
-def _table(
-    inverse: torch.Tensor, amplitude: float, context_length: int, placement: Placement
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position, [context_length, head_dim / 2]"""
+def _table(inverse: torch.Tensor, amplitude: float, context_length: int, placement: Placement) -> RotaryTable:
+    """cos and sin of positions 0 to `context_length` - 1"""
     angles = torch.outer(torch.arange(context_length, dtype=torch.float32), inverse)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     return cos.to(placement.device, placement.dtype), sin.to(placement.device, placement.dtype)

@@ -145,7 +145,8 @@ class Steps:
 
     def plan(self, rows: list[tuple[int, int]]) -> AttentionPlan:
         starts, counts = [start for start, _ in rows], [count for _, count in rows]
-        return self.backends.plan(AttentionMetadata(starts, counts, self.table.to(self.device), self.cells(rows)))
+        backend = self.backends.decode if max(counts) == 1 else self.backends.prefill
+        return backend.plan(AttentionMetadata(starts, counts, self.table.to(self.device), self.cells(rows)))
 
     def attend(self, rows: list[tuple[int, int]], plan: AttentionPlan) -> None:
         """Store the rows' new keys and values, attend from random queries, and compare with the truth."""

@@ -1,48 +1,40 @@
-"""Fused CPU kernels, compiled by Numba: norm, rotation, gate, and attention of decodes over the pages.
+"""`Kernels` for a CPU: fused kernels on the threads that PyTorch multiplies with.
 
 A decode step of a small model is a few milliseconds of matrix products between hundreds of operations on a few hundred
 numbers each; in PyTorch calling them takes longer than computing them. And a prompt's tokens would pass through memory
 once for each of the operations that are one here. Attention and steps of many rows run on all of PyTorch's threads, few
-rows on one: waking more takes as long.
-
-Kernels take addresses: wrapping every tensor as an array would cost more than the kernel. bfloat16 travels as its 16
-bits; all arithmetic is float32. `TorchKernels` and the reference attention define what they compute.
+rows on one: waking more takes as long. Threads of its own would fight with PyTorch's for the processor, which spin for
+a while after each product.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
 import struct
+from array import array
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, cfunc, njit, types
-from numba.extending import intrinsic
+import torch.nn.functional as F
 
+from mini_sglang.kernels.cpu.compiled import compiled_for
 from mini_sglang.kernels.cpu.linear import CpuMatrix
-from mini_sglang.kernels.cpu.threads import SharedWork, next_share
 from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
 from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
 from mini_sglang.weights.tensor import QuantizedBlocks
 
 FEW_ROWS = 32  # computed by one thread
 
-_SHARE = 8  # rows that a thread takes at a time
-
-_OPTIONS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True, "cache": True
-}  # fmt: skip
-_compile = cfunc("void(voidptr)", **_OPTIONS)
-
 
 class CpuKernels:
     """`Kernels` for one dtype, float32 or bfloat16. Compiled on first use, and kept on disk."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._compiled = _kernels(np.float32 if dtype == torch.float32 else np.uint16)
+        compiled = compiled_for(np.float32 if dtype == torch.float32 else np.uint16)
+        self._rms_norm, self._rope_store, self._silu_mul, self._attend = map(SharedWork, compiled)
         self._prepack = CpuMatrix.available(dtype)
         self._torch = TorchKernels()
 
@@ -56,7 +48,7 @@ class CpuKernels:
         return self._torch.route(logits, top_k, normalize=normalize)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return self._torch.embedding(token_ids, table)
+        return F.embedding(token_ids, table)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = weight.shape[0]
@@ -64,7 +56,7 @@ class CpuKernels:
         if not x.is_contiguous():
             return self._torch.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
-        self._compiled.rms_norm.run(
+        self._rms_norm.run(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, _bits(eps), alone=rows <= FEW_ROWS
         )
         return out
@@ -83,7 +75,7 @@ class CpuKernels:
             return self._torch.rope_store(qkv, rotation, target, q_norm, k_norm, eps)
         num_heads = qkv.shape[1] // size - 2 * kv_heads
         q = qkv.new_empty(tokens, num_heads, size)
-        self._compiled.rope_store.run(
+        self._rope_store.run(
             qkv.data_ptr(),
             rotation.cos.data_ptr(),
             rotation.sin.data_ptr(),
@@ -105,7 +97,7 @@ class CpuKernels:
         if not gate_up.is_contiguous():
             return self._torch.silu_mul(gate_up)
         out = gate_up.new_empty(tokens, width // 2)
-        self._compiled.silu_mul.run(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2, alone=tokens <= FEW_ROWS)
+        self._silu_mul.run(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2, alone=tokens <= FEW_ROWS)
         return out
 
     def attend(
@@ -125,7 +117,7 @@ class CpuKernels:
         """
         rows, num_heads, size = q.shape
         out = torch.empty_like(q)
-        self._compiled.attend.run(
+        self._attend.run(
             q.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
@@ -137,229 +129,39 @@ class CpuKernels:
         return out
 
 
-class _Compiled(NamedTuple):
-    rms_norm: SharedWork
-    rope_store: SharedWork
-    silu_mul: SharedWork
-    attend: SharedWork
+class SharedWork:
+    """A kernel, compiled by `numba.cfunc` as void(voidptr), that takes shares with `next_share` until none is left."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel  # its code lives as long as this
+        self._alone: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+        self._together = _parallel_call()
+
+    def run(self, *numbers: int, alone: bool = False) -> None:
+        """Run the kernel on every thread; it finds int64s at its address: 0, for `next_share`, and then `numbers`.
+
+        On this thread alone where that is asked for, or PyTorch's are not OpenMP's, as in builds for macOS.
+        """
+        data = array("q", (0, *numbers))
+        address, _ = data.buffer_info()
+        if alone or self._together is None or (threads := torch.get_num_threads()) == 1:
+            self._alone(address)
+        else:
+            self._together(self._kernel.address, address, threads, 0)
+
+
+def _parallel_call() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel(function, data, threads, flags) of the OpenMP library that PyTorch is linked with, if it is one."""
+    try:
+        call = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found in what this library depends on
+    except AttributeError:
+        return None
+    call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    call.restype = None
+    return call
 
 
 @cache
 def _bits(number: float) -> int:
     """Those of a float64, as an int64."""
     return int(struct.unpack("q", struct.pack("d", number))[0])
-
-
-@cache  # compiled code is the same for every engine of a process
-def _kernels(cell: Any) -> _Compiled:
-    """The kernels over memory cells of one type: float32, or uint16 for the bits of bfloat16."""
-
-    @_compile
-    def rms_norm(data):
-        _, x_at, weight_at, out_at, rows, size = carray(data, (6,), np.int64)
-        eps = carray(data, (7,), np.float64)[6]
-        x, out = carray(_pointer(x_at), (rows, size), cell), carray(_pointer(out_at), (rows, size), cell)
-        weight = carray(_pointer(weight_at), (size,), cell)
-        first = next_share(data) * _SHARE
-        while first < rows:
-            for row in range(first, min(first + _SHARE, rows)):
-                total = np.float32(0)
-                for i in range(size):
-                    value = _widen(x[row, i])
-                    total += value * value
-                scale = np.float32(1 / math.sqrt(total / size + eps))
-                for i in range(size):
-                    out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
-            first = next_share(data) * _SHARE
-
-    @_compile
-    def rope_store(data):
-        numbers = carray(data, (17,), np.int64)
-        _, qkv_at, cos_at, sin_at, positions_at, keys_at, values_at, cells_at, q_norm_at, k_norm_at, q_at = numbers[:11]
-        tokens, num_heads, kv_heads, size, context, num_cells = numbers[11:]
-        eps = carray(data, (18,), np.float64)[17]
-        half = size // 2
-        qkv = carray(_pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), cell)
-        cos, sin = carray(_pointer(cos_at), (context, half), cell), carray(_pointer(sin_at), (context, half), cell)
-        positions = carray(_pointer(positions_at), (tokens,), np.int64)
-        cells = carray(_pointer(cells_at), (tokens,), np.int64)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
-        q_norm, k_norm = carray(_pointer(q_norm_at), (size,), cell), carray(_pointer(k_norm_at), (size,), cell)
-        q = carray(_pointer(q_at), (tokens, num_heads, size), cell)
-        norm = q_norm_at != 0 and k_norm_at != 0
-        values_of_head = np.empty(size, np.float32)
-        first = next_share(data) * _SHARE
-        while first < tokens:
-            for token in range(first, min(first + _SHARE, tokens)):
-                position, target = positions[token], cells[token]
-                for head in range(num_heads + kv_heads):
-                    is_query = head < num_heads
-                    for i in range(size):
-                        values_of_head[i] = _widen(qkv[token, head, i])
-                    if norm:
-                        total = np.float32(0)
-                        for i in range(size):
-                            total += values_of_head[i] * values_of_head[i]
-                        scale = np.float32(1 / math.sqrt(total / size + eps))
-                        for i in range(size):
-                            weight = _widen(q_norm[i]) if is_query else _widen(k_norm[i])
-                            values_of_head[i] *= scale * weight
-                    for i in range(half):
-                        a, b = values_of_head[i], values_of_head[half + i]
-                        c, s = _widen(cos[position, i]), _widen(sin[position, i])
-                        values_of_head[i] = a * c - b * s
-                        values_of_head[half + i] = b * c + a * s
-                    if is_query:
-                        for i in range(size):
-                            q[token, head, i] = _narrow(values_of_head[i], cos[0, 0])
-                    else:
-                        for i in range(size):
-                            keys[target, head - num_heads, i] = _narrow(values_of_head[i], cos[0, 0])
-                for head in range(kv_heads):
-                    for i in range(size):
-                        values[target, head, i] = qkv[token, num_heads + kv_heads + head, i]
-            first = next_share(data) * _SHARE
-
-    @_compile
-    def silu_mul(data):
-        _, gate_up_at, out_at, tokens, size = carray(data, (5,), np.int64)
-        gate_up = carray(_pointer(gate_up_at), (tokens, 2, size), cell)
-        out = carray(_pointer(out_at), (tokens, size), cell)
-        first = next_share(data) * _SHARE
-        while first < tokens:
-            for token in range(first, min(first + _SHARE, tokens)):
-                for i in range(size):
-                    gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
-                    out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
-            first = next_share(data) * _SHARE
-
-    @_compile
-    def attend(data):
-        numbers = carray(data, (15,), np.int64)
-        _, q_at, keys_at, values_at, page_table_at, lengths_at, out_at = numbers[:7]
-        rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
-        group = num_heads // kv_heads
-        q = carray(_pointer(q_at), (rows, kv_heads, group, size), cell)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
-        page_table = carray(_pointer(page_table_at), (rows, table_width), np.int64)
-        lengths = carray(_pointer(lengths_at), (rows,), np.int64)
-        out = carray(_pointer(out_at), (rows, kv_heads, group, size), cell)
-        scores = np.empty((group, table_width * page_size), np.float32)
-        query, mix = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
-        scale = np.float32(1 / math.sqrt(size))
-        share = next_share(data)
-        while share < rows * kv_heads:
-            row, kv_head = share // kv_heads, share % kv_heads
-            length = lengths[row]
-            seen_from = max(0, length - window) if window else 0
-            pages = range(seen_from // page_size, (length + page_size - 1) // page_size)
-            for head in range(group):
-                for i in range(size):
-                    query[head, i] = _widen(q[row, kv_head, head, i]) * scale
-                    mix[head, i] = 0
-            for page in pages:
-                begin = page * page_size
-                shift = page_table[row, page] * page_size - begin  # from positions to cells
-                for position in range(max(begin, seen_from), min(begin + page_size, length)):
-                    for head in range(group):
-                        score = np.float32(0)
-                        for i in range(size):
-                            score += query[head, i] * _widen(keys[shift + position, kv_head, i])
-                        scores[head, position] = score
-            for head in range(group):
-                best = scores[head, seen_from]
-                for position in range(seen_from, length):
-                    best = max(best, scores[head, position])
-                total = np.float32(0)
-                for position in range(seen_from, length):
-                    scores[head, position] = _exp(scores[head, position] - best)
-                    total += scores[head, position]
-                for position in range(seen_from, length):
-                    scores[head, position] /= total
-            for page in pages:
-                begin = page * page_size
-                shift = page_table[row, page] * page_size - begin
-                for position in range(max(begin, seen_from), min(begin + page_size, length)):
-                    for head in range(group):
-                        weight = scores[head, position]
-                        for i in range(size):
-                            mix[head, i] += weight * _widen(values[shift + position, kv_head, i])
-            for head in range(group):
-                for i in range(size):
-                    out[row, kv_head, head, i] = _narrow(mix[head, i], keys[0, 0, 0])
-            share = next_share(data)
-
-    return _Compiled(SharedWork(rms_norm), SharedWork(rope_store), SharedWork(silu_mul), SharedWork(attend))
-
-
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address as the pointer that `carray` wants."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _widen(typing_context: Any, value: Any) -> Any:
-    """A float32 as it is, or the one whose upper half the 16 bits of a bfloat16 are."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if value == types.float32:
-            return arguments[0]
-        bits = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(bits, ir.FloatType())
-
-    return types.float32(value), generate
-
-
-@intrinsic
-def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """A float32 as a cell of the type of `like`: itself, or the bits of the nearest bfloat16 (ties to even)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if like == types.float32:
-            return arguments[0]
-        int32 = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], int32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(int32, 16)), ir.Constant(int32, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(int32, 0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, ir.Constant(int32, 16)), ir.IntType(16))
-
-    return like(types.float32, like), generate
-
-
-@intrinsic
-def _power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """2 ** exponent for a float32 holding a whole number from -126 to 127."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        int32 = ir.IntType(32)
-        biased = builder.add(builder.fptosi(arguments[0], int32), ir.Constant(int32, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(int32, 23)), ir.FloatType())
-
-    return types.float32(types.float32), generate
-
-
-@njit(inline="always")
-def _exp(x):
-    """exp(x) in float32 to about 2e-7, free of branches and calls so that loops over it become vector code.
-
-    exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial.
-    """
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.float32(np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5)))
-    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)  # ln(2) in two parts
-    p = np.float32(1 / 5040)
-    p = p * r + np.float32(1 / 720)
-    p = p * r + np.float32(1 / 120)
-    p = p * r + np.float32(1 / 24)
-    p = p * r + np.float32(1 / 6)
-    p = p * r + np.float32(0.5)
-    p = p * r + np.float32(1)
-    p = p * r + np.float32(1)
-    return p * _power_of_two(n)

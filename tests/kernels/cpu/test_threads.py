@@ -9,8 +9,8 @@ import pytest
 import torch
 from numba import carray, cfunc
 
-from mini_sglang.kernels.cpu.kernels import _pointer
-from mini_sglang.kernels.cpu.threads import SharedWork, next_share
+from mini_sglang.kernels.cpu.compiled import _pointer, next_share
+from mini_sglang.kernels.cpu.kernels import SharedWork
 
 SHARES = 10_000
 
