@@ -1,4 +1,4 @@
-"""The engine: schedule, launch, update. It knows requests and tokens, no text and no sockets.
+"""The engine's loop: schedule, launch, update. It knows requests and tokens, no text and no sockets.
 
 One loop serves every mode. With `run_ahead` 0 a step is read as soon as it was launched; with 1 the next step is
 scheduled and launched first, so that the host works while the device does.

@@ -1,7 +1,7 @@
 """Whole steps as CUDA graphs, one per size: a replay costs the host one launch, and a copy of what has changed.
 
 `DecodeGraphs` holds steps of one token per row, from the slots to the sampled tokens. Batches between two captured
-sizes are filled up with an idle slot, whose row computes and changes nothing that anybody reads.
+sizes are padded with an idle slot, whose row changes nothing that a request reads.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class GraphStep(NamedTuple):
-    """What a step leaves behind; its tensors hold until the next replay, of whichever graph."""
+    """The outputs of a captured step. They hold until the next replay of any graph."""
 
     token_ids: torch.Tensor  # [rows] int64
     logits: torch.Tensor  # [rows, vocab]
 
 
 class StepGraphs:
-    """Captures `step`, a function of the size that reads its inputs from tensors that stay, for each of `sizes`.
+    """Captures `step`, a function of the size whose input tensors stay in place, for each of the ascending `sizes`.
 
-    `sizes` ascend. Graphs of one `pool` (torch.cuda.graph_pool_handle()) share memory for what they compute in between,
-    so only one may run at a time. `prepare` fills the tensors of a size with something that can be computed; that is
-    done for the largest alone.
+    Graphs of one `pool` (torch.cuda.graph_pool_handle()) share memory for intermediate results, so only one may run at
+    a time. `prepare` fills the inputs of the largest size with something that can be computed.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class StepGraphs:
     ) -> None:
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, GraphStep]] = {}
-        self._views: dict[tuple[int, int], GraphStep] = {}  # (size, rows) -> what a replay leaves of that many rows
+        self._views: dict[tuple[int, int], GraphStep] = {}  # (size, rows) -> the outputs of the first rows
         descending = sizes[::-1]  # the largest first: the others fit into its memory
         prepare(descending[0])
         step(descending[0])  # once outside of a capture, for what libraries set up on first use
@@ -68,7 +67,7 @@ class StepGraphs:
         return self.sizes[bisect_left(self.sizes, count)]
 
     def replay(self, size: int, rows: int) -> GraphStep:
-        """Run the step of `size`; of what it leaves, the first `rows`."""
+        """Run the step of `size`, and return the outputs of its first `rows` rows."""
         graph, outputs = self._graphs[size]
         graph.replay()
         if (size, rows) not in self._views:
@@ -84,7 +83,7 @@ class DecodeGraphs:
         self._idle_slot = idle_slot
         self._ring = ring
         self._slots = torch.full((ring.rows,), idle_slot, dtype=torch.int64, device=ring.device)
-        self._loaded: tuple[int, ...] = ()  # what self._slots begins with
+        self._loaded: tuple[int, ...] = ()  # the slots at the start of self._slots
 
         def whole_step(size: int) -> GraphStep:
             self._ring.take()
@@ -98,19 +97,19 @@ class DecodeGraphs:
     def replay(self, slots: tuple[int, ...], pages: Mapping[int, int]) -> GraphStep:
         """Run one step for `slots`, which gain `pages` (place in the flat page table -> page id).
 
-        Either is `max_rows` at most. Slots that are those of the last time are on the device already.
+        There are at most `max_rows` of either. Slots equal to those of the last call are on the device already.
         """
         size = self._graphs.size_for(len(slots))
         if slots != self._loaded:
             padded = slots + (self._idle_slot,) * (size - len(slots))
             self._slots[:size].copy_(staged(padded, self._slots.device), non_blocking=True)
             self._loaded = slots
-        # behind all that may fail, since host and device must count the same steps
+        # after everything that may fail, since host and device must count the same steps
         self._ring.put(pages)
         return self._graphs.replay(size, len(slots))
 
     def on_host(self, rows: int) -> memoryview[int]:
-        """Where the first `rows` tokens of the last replay are on the host, once it has run; as `PinnedRing.tokens`."""
+        """The host memory to which the last replay writes its first `rows` tokens; see `PinnedRing.tokens`."""
         return self._ring.tokens(rows)
 
 

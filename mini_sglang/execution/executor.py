@@ -25,15 +25,15 @@ if TYPE_CHECKING:  # it needs ZeroMQ
 
 @dataclass(frozen=True, slots=True)
 class _HostBuffer:
-    """Where a step's tokens arrive on the host, and the event that says so. Used again when they have been read."""
+    """Pinned memory that a step's tokens are copied to, and the event behind the copy. Reused once it was read."""
 
-    token_ids: torch.Tensor  # [most rows] int64, pinned; unused if the step leaves them elsewhere on the host by itself
+    token_ids: torch.Tensor  # [max_running_requests] int64, pinned; unused if the step writes to the host by itself
     arrived: torch.cuda.Event
-    started: torch.cuda.Event | None  # in front of the step, where steps are timed
+    started: torch.cuda.Event | None  # recorded before the step, where steps are timed
 
 
 class StepHandle:
-    """A launched step."""
+    """A launched step, whose result is read later."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class StepHandle:
             host_buffer.arrived.record()
 
     def result(self) -> StepResult:
-        """What the step sampled; the first call waits for it."""
+        """Return what the step sampled. The first call waits for it."""
         if self._result is None:
             if self._host_buffer is not None:
                 self._wait_for(self._host_buffer.arrived)
             self._result = StepResult(self._token_ids.tolist(), self._logprobs, self._prompt_logprobs)
-            if self._host_buffer is not None:  # read, so the next step may have it
+            if self._host_buffer is not None:  # it was read, so the next step may use it
                 self.device_us = _elapsed_us(self._host_buffer)
                 self._host_buffers.append(self._host_buffer)
         return self._result
@@ -74,20 +74,20 @@ class StepHandle:
             arrived.synchronize()
             return
         with self._workers.step():
-            while not arrived.query():  # for a device that waits for a lost rank it might never come
+            while not arrived.query():  # it might never come if the device waits for a lost rank
                 self._workers.check()
 
 
 def _elapsed_us(host_buffer: _HostBuffer) -> int | None:
-    """Between the two events, both of which have happened: nothing is waited for."""
+    """The time between the two events, both of which have happened."""
     started = host_buffer.started
     return None if started is None else round(started.elapsed_time(host_buffer.arrived) * 1000)
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether CUDA itself or another rank failed in a step: after an illegal address, say, no later call can succeed.
+    """Whether `error` leaves CUDA or the other ranks unusable: after an illegal address no later call can succeed.
 
-    Running out of memory is not such an error. Triton and some calls of PyTorch raise plain RuntimeErrors.
+    Running out of memory does not. Triton and some calls of PyTorch raise plain RuntimeErrors.
     """
     if isinstance(error, RankError):
         return True
@@ -97,9 +97,9 @@ def is_lost(error: Exception) -> bool:
 
 
 class Executor:
-    """Loads the model named by `config`; afterwards `config` has every `auto` resolved, `source` is where it lies.
+    """Loads the model named by `config` and launches steps. Its own `config` is resolved; `source` is the model's path.
 
-    With `tp` it is rank 0, which starts the others and has them compute what it computes.
+    With `tp` it is rank 0: it starts the other ranks and broadcasts every batch to them.
 
     Raises ValueError, naming the field, where the configuration does not fit the model or the machine, and RankError
     where another rank fails.
@@ -114,7 +114,7 @@ class Executor:
         model_config = load_model_config(self.source)
         resolved = resolve(config, model_config, self.source)
         fit_pages = config.num_pages is None and resolved.device == "cuda"
-        self._host_buffers: list[_HostBuffer] = []  # that are free
+        self._host_buffers: list[_HostBuffer] = []  # those that no launched step uses
         self._closed = False
         self._workers = _start_workers(resolved, fit_pages) if resolved.tp > 1 else None
         try:
@@ -142,7 +142,7 @@ class Executor:
             return StepHandle(self._runner.run(batch), host_buffer, self._host_buffers, self._workers)
 
     def _take_host_buffer(self) -> _HostBuffer:
-        """One for the step that is launched next."""
+        """Return a buffer for the step that is launched next, a used one if there is any."""
         if self._host_buffers:
             host_buffer = self._host_buffers.pop()
         else:
@@ -170,7 +170,7 @@ class Executor:
             self._workers.close()
 
     def _close_if_nobody_did(self) -> None:
-        """At the process's end: what ranks share is given back while all are there. A fork's end is none of theirs."""
+        """Close at the end of the process, while all ranks are there. The end of a forked process changes nothing."""
         lost = self._workers is not None and self._workers.is_beyond_closing
         if os.getpid() == self._process and not lost:
             self.close()

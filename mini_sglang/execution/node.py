@@ -1,4 +1,4 @@
-"""A node that only lends its devices: it starts its workers, watches them, and leaves with rank 0."""
+"""Runs the workers of a node other than rank 0's: starts them, watches them, and ends with rank 0."""
 
 from __future__ import annotations
 

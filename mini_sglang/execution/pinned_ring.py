@@ -1,8 +1,8 @@
-"""What the host and the steps that lie in CUDA graphs hand each other: page ids go in, sampled tokens come out.
+"""Pinned memory through which the host and captured steps exchange data: page ids go in, sampled tokens come out.
 
-A copy or a scatter of its own costs the host several times what a replay costs. So both lie in pinned memory, which the
-device reads and writes by itself: a step's first kernel fetches the pages, its last one leaves the tokens. Device and
-host both count the steps; step n has entry n % DEPTH of each ring, until step n + DEPTH. Knows tensors only.
+A copy of its own would cost the host several times what a replay costs. So the device reads and writes this memory by
+itself: a step's first kernel fetches the pages, its last one stores the tokens. Device and host both count the steps;
+step n owns entry n % DEPTH of each ring until step n + DEPTH. Knows tensors only.
 
     entry of pages    | number of pages | places in the page table ... | page ids ... |
     entry of tokens   | token of each row ... |
@@ -37,7 +37,7 @@ class PinnedRing:
     # -- the host's side ----------------------------------------------------------------------------------------------
 
     def put(self, pages: Mapping[int, int]) -> None:
-        """Hand the next step its pages, by place in the flat page table; to be called before each step is launched."""
+        """Store the next step's pages, by place in the flat page table. Call this before each step is launched."""
         if len(pages) > self.rows:
             raise ValueError(f"a step takes at most {self.rows} new pages, got {len(pages)}")
         entry = self._page_entries[self._launched % DEPTH]
@@ -48,8 +48,7 @@ class PinnedRing:
         self._launched += 1
 
     def tokens(self, rows: int) -> memoryview[int]:
-        """Where the first `rows` tokens of the step launched last are, once it has run and until its entry comes round
-        again."""
+        """The first `rows` tokens of the latest step, valid from its end until its entry is used again."""
         return self._token_entries[(self._launched - 1) % DEPTH][:rows]
 
     # -- the device's side: what a graph captures ---------------------------------------------------------------------

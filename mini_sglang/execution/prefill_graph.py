@@ -1,8 +1,8 @@
-"""Steps that prefill as CUDA graphs: one for each of some sizes, whatever rows the tokens belong to.
+"""Prefill steps as CUDA graphs, one for each of several token counts, whichever rows the tokens belong to.
 
-Launching every kernel of such a step costs the host more than a small model's kernels take. What a step consists of is
-sent as one list of integers; all that follows from it is computed inside the graph. Spare tokens belong to the idle
-slot, which writes where nobody reads. Knows tensors and rows, no request.
+Launching every kernel of such a step costs the host more time than a small model's kernels take. The host sends the
+rows as one list of integers, and the graph computes everything else from it. Padding tokens belong to the idle slot,
+whose cells no request reads. Knows tensors and rows, no request.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sam
 from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.scheduling.batch import Row
 
-_SPARE = 64  # tokens that no step is too small to compute in vain
-_FINE_UP_TO = 2048  # tokens: in larger steps launching is a smaller part, and only full ones have a graph
+_SPARE = 64  # padding tokens that any step may compute
+_FINE_UP_TO = 2048  # tokens: larger steps spend a smaller part on launches, and only the largest has a graph
 
 
 class PrefillInputs(NamedTuple):
-    """One step inside its graph: the forward pass, and where what it samples goes. R rows sample at most."""
+    """The inputs of one captured step, of which at most R rows sample."""
 
     forward: ForwardBatch
-    slots: torch.Tensor  # [R] int64: of the rows that sample, then the idle slot
-    positions: torch.Tensor  # [R] int32: of the tokens they sample
+    slots: torch.Tensor  # [R] int64: those of the rows that sample, padded with the idle slot
+    positions: torch.Tensor  # [R] int32: those of the tokens that are sampled
 
 
 class PrefillGraphs:
@@ -43,7 +43,7 @@ class PrefillGraphs:
         )
 
     def fits(self, rows: list[Row]) -> bool:
-        """Whether there is a graph for such a step that computes few spare tokens and is not slow with long prompts."""
+        """Whether a graph computes these rows with little padding, and its attention suits prompts of their length."""
         tokens = sum(row.count for row in rows)
         if len(rows) > self._inputs.max_rows or tokens > self._graphs.sizes[-1]:
             return False
@@ -53,16 +53,17 @@ class PrefillGraphs:
         return self._graphs.size_for(tokens) - tokens <= max(_SPARE, min(tokens, _FINE_UP_TO) // 4)
 
     def replay(self, rows: list[Row]) -> GraphStep:
-        """Run one step that `fits`; the entries of its result are those of the rows that sample."""
+        """Run one step that `fits`. The result has one entry for each row that samples."""
         size = self._graphs.size_for(sum(row.count for row in rows))
         self._inputs.send(rows, size)
         return self._graphs.replay(size, sum(row.samples for row in rows))
 
 
 class PackedInputs:
-    """What a step consists of, as one list of integers on the device, and what follows from it, computed there.
+    """The rows of a step as one list of integers on the device, from which the step's tensors are computed there.
 
-    The list has, per row, slot, start and count, then per sampling row slot, position and last token, then tiles.
+    The list has slot, start and count of each row, then slot, position and last token of each row that samples, then
+    the tiles of prefill attention.
     """
 
     def __init__(self, table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int) -> None:
@@ -72,7 +73,7 @@ class PackedInputs:
         self._packed = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
 
     def send(self, rows: list[Row], size: int) -> None:
-        """Write what a step consists of that computes `rows`, filled up to `size` tokens."""
+        """Send the rows of the next step, padded to `size` tokens."""
         idle, spare = self._table.idle_slot, self.max_rows - len(rows)
         starts, counts = [row.start for row in rows], [row.count for row in rows]
         sampling = [row for row in rows if row.samples]
@@ -88,7 +89,7 @@ class PackedInputs:
         self._packed[: len(packed)].copy_(staged(packed, self._packed.device), non_blocking=True)
 
     def of_size(self, size: int) -> PrefillInputs:
-        """The tensors of a step of `size` tokens, from the list on the device. Advances the rows in the table."""
+        """Compute the tensors of a step of `size` tokens from the list, and advance its rows in the table."""
         table, rows = self._table, self.max_rows
         per_row, per_sample = self._packed[: 3 * (rows + 1)], self._packed[3 * (rows + 1) : 6 * rows + 3]
         slots, starts, counts = per_row.view(3, rows + 1)

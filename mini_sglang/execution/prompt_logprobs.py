@@ -1,6 +1,6 @@
-"""Log-probabilities of prompts: which tokens of a step are looked up, and the looking up, in pieces of bounded memory.
+"""Log-probabilities of prompt tokens, looked up in pieces of bounded memory.
 
-The logits at a position tell of the token after it; those of a prompt's last position are for the sampler.
+The logits at a position are about the token after it; the sampler uses those of a prompt's last position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PIECE = 128  # positions whose logits are in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Part of a prompt, computed by one row of a step, whose tokens' log-probabilities are asked for."""
+    """The part of a prompt that one row of a step computes, and whose log-probabilities its request asks for."""
 
     slot: int
     first: int  # index of its first token among the step's tokens
@@ -30,12 +30,12 @@ class Asked:
 
     @property
     def indices(self) -> range:
-        """Of its tokens among the step's."""
+        """Indices of its tokens among the step's."""
         return range(self.first, self.first + self.count)
 
 
 def asked_of(rows: list[Row], table: RequestTable) -> list[Asked]:
-    """What a step of these rows has to look up; mostly nothing."""
+    """Return the parts of prompts that these rows compute and that have to be looked up."""
     asked, first = [], 0
     for row in rows:
         request = table.request(row.slot)

@@ -1,6 +1,6 @@
-"""What is known of each running request by slot: its tokens and page table on the device, what it asked for beside.
+"""The state of each running request by slot: its tokens and page table on the device, its parameters on the host.
 
-A scheduled batch brings only what changed; everything a step needs beyond that is expanded here, in a few vectorised
+A scheduled batch brings only what changed. Everything else that a step needs is expanded here, in a few vectorised
 operations, from the list of (slot, start, count). Sampled tokens are written back without a detour over the host.
 """
 
@@ -29,9 +29,9 @@ class StepInputs:
 class RequestTable:
     """State of `num_slots` requests of at most `context_length` tokens each.
 
-    One slot more, `idle_slot`, fills up batches of a fixed size. It is always at position 0 of `idle_page`. Graphs read
-    and advance `tokens` [slots, context + 1] int32, `page_table` [slots, max pages] int64 and `num_computed` [slots]
-    int64 themselves.
+    One more slot, `idle_slot`, pads batches of a fixed size. It is always at position 0 of `idle_page`. Graphs read and
+    advance `tokens` [slots, context + 1] int32, `page_table` [slots, max pages] int64 and `num_computed` [slots] int64
+    themselves.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class RequestTable:
         self.page_table[self.idle_slot] = idle_page
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._requests: list[NewRow | None] = [None] * num_slots
-        self._asking: set[int] = set()  # slots whose prompt's log-probabilities are asked for
+        self._asking: set[int] = set()  # slots whose requests ask for log-probabilities of the prompt
 
     @staticmethod
     def bytes_per_slot(context_length: int, page_size: int) -> int:
-        """What one slot takes of the tables on the device."""
+        """Bytes of the device's tables that belong to one slot."""
         tokens, pages = context_length + 1, -(-context_length // page_size)
         return tokens * torch.int32.itemsize + (pages + 1) * torch.int64.itemsize
 
     def take(self, new_rows: Sequence[NewRow]) -> None:
-        """Take in requests that came into a slot."""
+        """Take in the requests that get a slot with this step."""
         for new in new_rows:
             self.tokens[new.slot, : len(new.token_ids)] = self.send(new.token_ids)
             self._requests[new.slot] = new
@@ -65,18 +65,18 @@ class RequestTable:
             (self._asking.add if asks else self._asking.discard)(new.slot)
 
     def request(self, slot: int) -> NewRow:
-        """The request in a slot, as it came. Raises ValueError if none ever did."""
+        """Return the request in a slot, as it came. Raises ValueError if the slot never held one."""
         request = self._requests[slot]
         if request is None:
             raise ValueError(f"slot {slot} samples but no request was ever placed in it")
         return request
 
     def ask_prompt_logprobs(self, rows: Sequence[Row]) -> bool:
-        """Whether any of these rows may have to look up log-probabilities of its prompt."""
+        """Whether any of these rows belongs to a request that asks for log-probabilities of its prompt."""
         return bool(self._asking) and not self._asking.isdisjoint(row.slot for row in rows)
 
     def places_of(self, new_pages: Sequence[NewPages]) -> dict[int, int]:
-        """New pages by their place in the flat page table; one that is named twice takes the later page."""
+        """Map places in the flat page table to new page ids. A place that is named twice takes the later page."""
         return {
             pages.slot * self._width + index: page_id
             for pages in new_pages
@@ -84,17 +84,17 @@ class RequestTable:
         }
 
     def write_pages(self, pages: Mapping[int, int]) -> None:
-        """Write pages, by place, into the page table."""
+        """Write page ids into the page table at their places."""
         if pages:
             places, page_ids = self.send([tuple(pages), tuple(pages.values())])
             self.page_table.view(-1).index_copy_(0, places, page_ids)
 
     def send(self, numbers: Sequence[object], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Numbers to the device, integers as int64 unless `dtype` says otherwise, without waiting for it."""
+        """Copy numbers to the device without waiting for it; integers become int64 unless `dtype` is given."""
         return send(numbers, self._device, dtype)
 
     def expand(self, rows: list[Row]) -> StepInputs:
-        """The tensors of a step that computes `rows`."""
+        """Return the tensors of a step that computes `rows`, and advance `num_computed`."""
         starts, counts = [row.start for row in rows], [row.count for row in rows]
         slot_of_row, start_of_row, count_of_row = self.send([[row.slot for row in rows], starts, counts])
         self.num_computed[slot_of_row] = start_of_row + count_of_row
@@ -115,7 +115,7 @@ class RequestTable:
         )
 
     def cells(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where in the pool the token of each slot [T] at its position [T] lies, as page id * page_size + offset [T]"""
+        """slots [T], positions [T] -> the tokens' cells in the pool, page id * page_size + offset [T] int64"""
         return self.page_table[slots, positions // self.page_size] * self.page_size + positions % self.page_size
 
     def append(self, rows: list[Row], token_ids: torch.Tensor) -> None:
@@ -127,9 +127,9 @@ class RequestTable:
 def spread(
     slots: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of `counts` tokens, `num_tokens` in all, from `starts` on -> slot and position of each token [T]
+    """Expand rows of `counts` tokens, `num_tokens` in all, from `starts` on -> slot and position of each token [T]
 
-    slots, starts, counts [R] int64, on the device; nothing is read back from it.
+    slots, starts, counts [R] int64, on the device. Nothing is read back from it.
     """
     row_of_token = torch.repeat_interleave(counts, output_size=num_tokens)
     first_of_row = counts.cumsum(0) - counts
@@ -138,6 +138,7 @@ def spread(
 
 
 def last_tokens_of_sampling_rows(rows: list[Row]) -> list[int]:
+    """Indices among the step's tokens of the last token of each row that samples."""
     indices, end = [], 0
     for row in rows:
         end += row.count

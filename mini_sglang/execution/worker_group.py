@@ -1,4 +1,4 @@
-"""The processes of tensor parallelism, as rank 0 and their parents see them: started, watched, given batches, ended.
+"""Starts, watches and ends the worker processes of tensor parallelism, and broadcasts batches to them.
 
         rank 0 ── batches: each step, to all ──────────▶ workers (worker_main.py), here and on other nodes
           ▲                                                 │

@@ -1,4 +1,4 @@
-"""The order for one step: what the scheduler decides and the executor obeys. Integers only.
+"""What the scheduler tells the executor about one step, and what the step returns. Integers only.
 
 A batch carries deltas. A request's tokens and sampling parameters are sent once, when it takes a slot; afterwards a row
 is (slot, start, count), and the sampled tokens never leave the device's RequestTable on their way to the next step.
@@ -13,18 +13,18 @@ from mini_sglang.sampling_params import SamplingParams
 
 
 class NewRow(msgspec.Struct, frozen=True):
-    """A request that takes `slot` with this step, new or resumed. It replaces whatever the slot held."""
+    """A request that takes `slot` with this step, new or resumed. It replaces the slot's former request."""
 
     slot: int
     token_ids: list[int]  # every known token: the prompt, and after a preemption the output so far
     num_prompt_tokens: int  # token_ids[num_prompt_tokens:] are output tokens, which the penalties count
     params: SamplingParams
     seed: int
-    end_token_ids: list[int] = []  # if `min_tokens` are asked for: what may not be drawn before
+    end_token_ids: list[int] = []  # with `min_tokens`: the tokens that may not be drawn before
 
 
 class NewPages(msgspec.Struct, frozen=True):
-    """Page ids that a slot's page table gains, at table index `first_index` and after."""
+    """Page ids for a slot's page table, from table index `first_index` on."""
 
     slot: int
     first_index: int
@@ -59,13 +59,13 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row computes one token behind those of an earlier step, and samples the next."""
+        """Whether every row computes one token, whose predecessors earlier steps computed, and samples the next."""
         return not self.new_rows and all(row.count == 1 and row.samples for row in self.rows)
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step sampled, one entry per row with `samples`, in row order; and what it found out about prompts."""
+    """What a step sampled, one entry for each row with `samples`, in row order."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of the rows that ask, by slot: of their tokens' successors
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by slot, of rows that ask: one for each token's successor

@@ -1,7 +1,7 @@
-"""Who holds which page of the KV pool. The only code that moves pages between requests, the prefix cache and free.
+"""Moves pages between requests, the prefix cache and the free list. No other code does.
 
-It knows requests, pages and the tree; it does not decide who runs, and never sees the memory behind a page id. Steps
-run in the order in which they were scheduled, and a step copies pages before it computes: the reasoning rests on that.
+It knows requests, pages and the tree; it does not decide which requests run, and never sees the memory behind a page
+id. It relies on this: steps run in the order in which they were scheduled, and a step copies pages before it computes.
 
 One request with 11 computed tokens, page_size 4:
 
@@ -36,12 +36,12 @@ class _Holding:
     """What the manager knows of one request beyond its page ids."""
 
     salt: bytes
-    tokens: array[int]  # the known tokens, prompt first, as far as anybody has asked for them
-    node: Node | None = None  # deepest node whose pages the request holds, locked; None: holds nothing
+    tokens: array[int]  # the known tokens, prompt first; `_holding` brings them up to date
+    node: Node | None = None  # the deepest node whose pages the request holds, locked; None: it holds none
     num_pages: int = 0  # pages from the root to the end of `node`; the same pages as in the page table
     tail: Node | None = None  # the request's own page in the tree with fewer tokens than a page, locked
     invalid: bool = False  # a step that should have filled its pages failed
-    last_match: tuple[int, int] = (-1, 0)  # (version of the tree, tokens matched), to look up once per change
+    last_match: tuple[int, int] = (-1, 0)  # (version of the tree, tokens matched), looked up once per version
 
 
 class KVCacheManager:
@@ -54,7 +54,7 @@ class KVCacheManager:
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixCache(page_size)
         self._holdings: dict[Request, _Holding] = {}
-        self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) the executor has not seen
+        self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) for the next step to send
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
 
@@ -75,18 +75,18 @@ class KVCacheManager:
 
     @property
     def num_returning_pages(self) -> int:
-        """Pages that become free when steps now on their way were read."""
+        """Pages that become free once the launched steps have been read."""
         return len(self._replaced)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def tokens(self, request: Request) -> array[int]:
-        """The known tokens of a request, prompt first. Not to be changed by the caller."""
+        """The known tokens of a request, prompt first. The caller must not change them."""
         return self._holding(request).tokens
 
     def _holding(self, request: Request) -> _Holding:
-        """What is known of a request, its tokens up to date."""
+        """Return the record of a request with its tokens brought up to date."""
         holding = self._holdings.get(request)
         if holding is None:
             salt = request.cache_salt.encode("utf-8", "surrogatepass")
@@ -97,7 +97,7 @@ class KVCacheManager:
     # -- getting pages ------------------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> Match:
-        """The longest cached beginning of the request's tokens that leaves what must be computed. Changes nothing."""
+        """Find the longest cached prefix that leaves the request a token to compute. Changes nothing."""
         holding = self._holding(request)
         if not self.reuse:
             return Match()
@@ -112,11 +112,11 @@ class KVCacheManager:
         return holding.last_match[1]
 
     def admit(self, request: Request, match: Match, num_tokens: int) -> bool:
-        """Give a request without pages those of its fresh `match`, and own ones up to `num_tokens` tokens.
+        """Give a request without pages those of its fresh `match`, and pages of its own for up to `num_tokens` tokens.
 
-        False, and nothing changed, if too few pages are free or evictable. On success `num_computed_tokens` is the
-        match's. A page that matched in part is copied to the first own page. Its source may be evicted for this very
-        request: the copy happens before anything is written, whatever the source page is used for next.
+        Returns False and changes nothing if too few pages are free or evictable. On success `num_computed_tokens` is
+        the match's. A page that matched in part is copied to the first own page (copy on write). Its source may be
+        evicted for this very request: a step copies before it writes, whatever the source page is used for next.
         """
         if not self.reuse:
             return self.reserve(request, num_tokens)
@@ -138,7 +138,7 @@ class KVCacheManager:
         return True
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Extend the page table to `num_tokens` tokens. False, and nothing changed, if too few pages can be had."""
+        """Extend the page table to `num_tokens` tokens. False, and nothing is changed, if there are too few pages."""
         needed = self.pages_for(num_tokens) - len(request.page_ids)
         if needed <= 0:
             return True
@@ -156,7 +156,7 @@ class KVCacheManager:
         return self._allocator.allocate(count)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` cached pages that no request holds, least recently used first; returns how many."""
+        """Free up to `count` cached pages that no request holds, least recently used first; return their number."""
         pages = self._tree.evict(count)
         self._allocator.release(pages)
         return len(pages)
@@ -165,7 +165,7 @@ class KVCacheManager:
         self._new_pages.setdefault(request, []).append((first, pages))
 
     def take_changes(self) -> tuple[list[NewPages], list[tuple[int, int]]]:
-        """What the next step has to tell the executor: new entries of page tables, and (source, destination) copies."""
+        """Return what the next step tells the executor: page table entries, and (source, destination) copies."""
         new_pages = []
         for request, entries in self._new_pages.items():
             slot = request.slot
@@ -180,10 +180,10 @@ class KVCacheManager:
     # -- sharing pages ------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request, step: int, *, tail: bool = False) -> None:
-        """Publish the pages whose tokens are known and computed by launched steps; `step` is the last launched one.
+        """Publish the pages whose tokens are known and computed by launched steps; `step` is the latest of them.
 
         With `tail`, the started last page too. Where the cache has an equal page already, the request changes over to
-        that one; its own stays held until `step` was read, since steps on their way use it.
+        that one; its own stays held until `step` has been read, since launched steps use it.
         """
         holding = self._holding(request)
         for index, page in self._publish(request, holding, tail):
@@ -191,7 +191,7 @@ class KVCacheManager:
             self._send_pages(request, index, [request.page_ids[index]])
 
     def _publish(self, request: Request, holding: _Holding, tail: bool) -> list[tuple[int, int]]:
-        """Put computed pages into the tree; returns (index in the page table, own page) of those that were replaced."""
+        """Put computed pages into the tree; return (index in the page table, own page) for each page replaced."""
         size, start, node = self.page_size, holding.num_pages, holding.node
         if node is None:
             return []
@@ -225,7 +225,7 @@ class KVCacheManager:
     # -- giving pages back --------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Take all pages back, leaving what they hold in the cache. No launched step may contain the request."""
+        """Take all pages from a request and leave their contents in the cache. No launched step may contain it."""
         holding = self._holding(request)
         if not self.is_invalid(request):
             replaced = self._publish(request, holding, tail=True)
@@ -241,16 +241,16 @@ class KVCacheManager:
         holding.node, holding.num_pages, holding.tail, holding.invalid = None, 0, None, False
 
     def forget(self, request: Request) -> None:
-        """Drop what is known of a request that holds no pages and has ended."""
+        """Drop the record of a request that has ended and holds no pages."""
         self._holdings.pop(request, None)
 
     def steps_read(self, step: int) -> None:
-        """The steps up to `step` have been read: pages that were replaced and kept for their sake become free."""
+        """Free the replaced pages that were kept for steps up to `step`, which have been read."""
         while self._replaced and self._replaced[0][0] <= step:
             self._allocator.release([self._replaced.popleft()[1]])
 
     def invalidate(self, request: Request, num_tokens: int) -> None:
-        """Only the first `num_tokens` computed tokens of the request can be trusted: unpublish its pages beyond."""
+        """Unpublish a request's pages beyond its first `num_tokens` tokens, since a failed step left them undefined."""
         holding = self._holdings[request]
         holding.invalid = True
         keep = num_tokens // self.page_size
@@ -263,11 +263,11 @@ class KVCacheManager:
             self._allocator.release(self._tree.detach(holding.node, holding.num_pages, keep))
 
     def resend_page_table(self, request: Request) -> None:
-        """Send the request's whole page table with the next step, since the executor may not have taken in the last."""
+        """Send the whole page table with the next step, since the executor may have missed the last one."""
         self._new_pages[request] = [(0, request.page_ids.copy())]
 
     def is_invalid(self, request: Request) -> bool:
-        """Whether the request uses pages that some `invalidate` cut out of the cache."""
+        """Whether the request uses pages that `invalidate` has removed from the cache."""
         holding = self._holdings[request]
         return holding.invalid or (holding.node is not None and holding.node.dead)
 
@@ -292,7 +292,7 @@ class KVCacheManager:
             self._check_path(request, holding)
 
     def _check_path(self, request: Request, holding: _Holding) -> None:
-        """The request's published pages are those of its locked path, with the same tokens."""
+        """Check that a request's published pages are those of its locked path, with the same tokens."""
         path: list[Node] = []
         node = holding.node
         while node is not None:

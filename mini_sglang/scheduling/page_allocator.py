@@ -1,7 +1,7 @@
-"""Which pages of the KV pool are free, and how many holders each of the others has.
+"""Counts the holders of every page of the KV pool, and keeps the list of those without any.
 
-A page id is an int below `num_pages`; what lies in a page, who holds it and why is not known here. Only
-`KVCacheManager` calls this.
+A page id is an int below `num_pages`. This module does not know what lies in a page, nor who holds it and why. Only
+`KVCacheManager` calls it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """A free list and reference counts over `num_pages` page ids. Every operation is O(pages it names)."""
+    """A free list and reference counts over `num_pages` page ids. Every operation is linear in the pages it names."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -47,7 +47,7 @@ class PageAllocator:
             counts[page] = holders + 1
 
     def release(self, page_ids: Iterable[int]) -> None:
-        """Take one holder from each page; those without any become free. Raises ValueError if one is free already."""
+        """Remove one holder from each page; pages without any become free. Raises ValueError if a page is free."""
         counts, free = self._counts, self._free
         for page in page_ids:
             holders = counts[page]

@@ -1,4 +1,4 @@
-"""In which order waiting requests are admitted, and which running one gives way first when pages run out.
+"""The order in which waiting requests are admitted and running ones keep their pages.
 
 A policy orders; it never looks at pages or budgets. Everything is a list sorted by a total order, so the same requests
 in the same order give the same schedule.
@@ -21,28 +21,27 @@ class Policy:
     """First come, first served."""
 
     def sort_key(self, request: Request) -> SortKey:
-        """Sorts the queue of waiting requests and the list of running ones. Of the latter the last is preempted."""
+        """The key by which waiting and running requests are sorted. The last running request is preempted first."""
         return (0, request.arrival)
 
     def order(self, waiting: Sequence[Request], cached_tokens: Callable[[Request], int]) -> list[Request]:
-        """The next candidates, best first. `waiting` is sorted by rank; `cached_tokens` looks up the prefix cache."""
+        """Return the next candidates, best first. `waiting` is sorted; `cached_tokens` looks up the prefix cache."""
         return list(itertools.islice(waiting, WINDOW))
 
     def admitted(self, request: Request, waiting: Sequence[Request]) -> None:
-        """Called with each request that is taken from `waiting`, just before it is."""
+        """Learn that `request` is about to be taken from `waiting`."""
 
 
 class PriorityPolicy(Policy):
-    """Smaller `priority` first, equal ones in order of arrival. A large one may wait for ever: that is what it asks."""
+    """Smaller `priority` first, equal ones in order of arrival. A request with a large one may wait for ever."""
 
     def sort_key(self, request: Request) -> SortKey:
         return (request.priority, request.arrival)
 
 
 class LongestPrefixPolicy(Policy):
-    """Longest cached prefix first, among the first WINDOW waiting, so that what is cached is used before it is evicted.
-
-    The longest waiting request is passed over at most MAX_OVERTAKEN times.
+    """Longest cached prefix first among the first WINDOW waiting requests, so that cached pages are used before they
+    are evicted. The request that has waited longest is passed over at most MAX_OVERTAKEN times.
     """
 
     def __init__(self) -> None:

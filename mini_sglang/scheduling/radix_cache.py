@@ -1,7 +1,7 @@
 """The prefix cache: a compressed trie from token sequences to the pages that hold their keys and values.
 
-It knows tokens, page ids and locks. It does not know requests, never allocates a page, and does not know whether a page
-it names is held by somebody else: `KVCacheManager` pairs every page that enters or leaves the tree with a reference.
+It knows tokens, page ids and locks. It knows no requests, never allocates a page, and does not know which other holders
+a page has: `KVCacheManager` counts a reference for every page that enters or leaves the tree.
 
 Token sequences are `array("i")`, whose slices compare and copy at the speed of memory. Sharing KV through a radix tree
 with LRU eviction is RadixAttention (Zheng et al., "SGLang", 2024); keying a child by its whole first page is what makes
@@ -46,16 +46,16 @@ class Node:
         self.tokens = tokens  # page_size * len(page_ids) of them, fewer in a tail
         self.page_ids = page_ids
         self.children: dict[bytes, Node] = {}
-        self.sorted_keys: list[bytes] = []  # of children; neighbours share the longest beginnings
+        self.sorted_keys: list[bytes] = []  # of children; neighbours share the longest prefixes
         self.locks = 0  # requests whose deepest node is this one or below
         self.last_used = 0
         self.queued = False  # has an entry in the eviction heap
-        self.dead = False  # out of the tree, though somebody may have it locked still
+        self.dead = False  # removed from the tree, though a request may still hold a lock on it
 
 
 @dataclass(slots=True)
 class Match:
-    """The longest cached beginning of a token sequence. Valid until the tree changes next.
+    """The longest cached prefix of a token sequence. Valid until the tree changes next.
 
     `page_ids` are whole pages, the last of them in `node` at `offset - 1`. `partial_page` holds `num_partial_tokens`
     more at its start; to use them, it has to be copied.
@@ -89,7 +89,7 @@ class RadixCache:
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def match(self, salt: bytes, tokens: array[int], limit: int) -> Match:
-        """The longest beginning of `tokens[:limit]` that is cached under `salt`. Changes nothing."""
+        """The longest prefix of `tokens[:limit]` that is cached under `salt`. Changes nothing."""
         match = Match(node=self._roots.get(salt))
         node = match.node
         if node is None:
@@ -113,14 +113,14 @@ class RadixCache:
         return match
 
     def _common_pages(self, child: Node, tokens: array[int], position: int, limit: int) -> int:
-        """How many first pages of `child` (at most `limit`) equal `tokens` from `position` on."""
+        """The number of leading pages of `child` (at most `limit`) that equal `tokens` from `position` on."""
         pages = min(len(child.page_ids), limit)
         wanted = tokens[position : position + pages * self.page_size]
         held = child.tokens if len(child.tokens) == len(wanted) else child.tokens[: len(wanted)]
         return pages if held == wanted else common_prefix(held, wanted) // self.page_size
 
     def _match_inside_page(self, match: Match, rest: array[int]) -> None:
-        """Find the page below `match` that shares the longest beginning, shorter than a page, with `rest`."""
+        """Find the page below `match` that shares the longest prefix, shorter than a page, with `rest`."""
         node = match.node
         if node is None or not rest or self.page_size == 1:
             return
@@ -143,7 +143,7 @@ class RadixCache:
     def lock(self, salt: bytes, match: Match) -> Node:
         """Protect the whole pages of a fresh `match` from eviction; returns the node to pass to `unlock`.
 
-        Splits the last node if only its beginning matched, and makes the root of a new salt.
+        Splits the last node if only its first pages matched, and makes the root of a new salt.
         """
         node = match.node
         if node is None:
@@ -158,7 +158,7 @@ class RadixCache:
         return deepest
 
     def unlock(self, node: Node) -> None:
-        """Take back what `lock` or an `extend` from it returned."""
+        """Release the lock on a node that `lock`, or an `extend` from it, returned."""
         self._clock += 1
         current: Node | None = node
         while current is not None:
@@ -177,8 +177,10 @@ class RadixCache:
         node.last_used = self._clock
 
     def _split(self, node: Node, pages: int) -> Node:
-        """Cut `node` after `pages` pages; returns the new upper part. `node` stays the lower one, so that whoever
-        locked it still holds all of it."""
+        """Split `node` after `pages` pages and return the new upper part.
+
+        `node` stays the lower part, so that requests which have locked it still hold all of it.
+        """
         cut = pages * self.page_size
         upper = Node(node.parent, node.key, node.tokens[:cut], node.page_ids[:pages])
         upper.locks, upper.last_used = node.locks, node.last_used
@@ -232,8 +234,10 @@ class RadixCache:
         return child
 
     def add_tail(self, node: Node, tokens: array[int], page_id: int) -> Node | None:
-        """Add a page of fewer tokens than a page below a locked `node`, locked too. None if a page with these tokens
-        at its start is cached there already."""
+        """Add a started page below a locked `node`, and lock it too.
+
+        Returns None if a page that begins with these tokens is cached there already.
+        """
         key = tokens.tobytes()
         at = bisect_left(node.sorted_keys, key)
         if at < len(node.sorted_keys) and node.sorted_keys[at].startswith(key):
@@ -247,14 +251,14 @@ class RadixCache:
         return tail
 
     def release_tail(self, tail: Node) -> None:
-        """Take back the lock of `add_tail`; the page stays cached."""
+        """Release the lock of `add_tail`; the page stays cached."""
         if not tail.dead:
             tail.locks -= 1
             self.num_locked_pages -= 1
             self._release_leaf(tail)
 
     def remove_tail(self, tail: Node) -> list[int]:
-        """Take a locked tail out of the tree, since its page holds more by now. Returns the page id it had."""
+        """Remove a locked tail from the tree, since its page holds more tokens now. Returns its page id."""
         if tail.dead:
             return []
         tail.locks = 0
@@ -264,7 +268,7 @@ class RadixCache:
         return tail.page_ids
 
     def drop_covered_tails(self, node: Node, key: bytes) -> list[int]:
-        """Remove unlocked tails below `node` that hold nothing but a beginning of `key`. Returns their page ids."""
+        """Remove unlocked tails below `node` whose tokens are a prefix of `key`. Returns their page ids."""
         dropped: list[int] = []
         at = bisect_left(node.sorted_keys, key)
         while at > 0 and key.startswith(node.sorted_keys[at - 1]):
@@ -285,7 +289,7 @@ class RadixCache:
     # -- shrinking ----------------------------------------------------------------------------------------------------
 
     def evict(self, count: int) -> list[int]:
-        """Forget up to `count` pages, from the ends of the least recently used unlocked leaves; returns them.
+        """Remove up to `count` pages, from the ends of the least recently used unlocked leaves, and return them.
 
         A leaf shrinks from its end as far as needed, so what is left of it is still a correct prefix. O(log n) a leaf.
         """
@@ -306,7 +310,7 @@ class RadixCache:
         return evicted
 
     def _trim(self, node: Node, count: int) -> list[int]:
-        """Take up to `count` pages off the end of a leaf; the leaf goes when nothing is left."""
+        """Remove up to `count` pages from the end of a leaf, and the leaf with its last page."""
         if count >= len(node.page_ids):
             self.num_pages -= len(node.page_ids)
             self._unlink(node)
@@ -318,7 +322,7 @@ class RadixCache:
         return taken
 
     def detach(self, node: Node, num_pages: int, keep: int) -> list[int]:
-        """Cut everything beyond the first `keep` pages of the path to `node` out of the tree; returns the page ids.
+        """Remove everything beyond the first `keep` pages of the path to `node` from the tree; return the page ids.
 
         `num_pages` is the number of pages from the root to the end of `node`, which may have been cut off further down
         before. Locks on what was cut off stay valid.
@@ -346,7 +350,7 @@ class RadixCache:
         return pages
 
     def _unlink(self, node: Node) -> None:
-        """Remove `node` from its parent, which may become a leaf that can be evicted itself, or an empty root."""
+        """Remove `node` from its parent, which may thereby become an evictable leaf, or an empty root."""
         node.dead = True
         parent = node.parent
         if parent is None:
@@ -358,7 +362,7 @@ class RadixCache:
             self._release_leaf(parent)
 
     def _release_leaf(self, node: Node) -> None:
-        """Make an unlocked leaf known to `evict`; an empty root goes at once."""
+        """Queue an unlocked leaf for eviction; remove an empty root at once."""
         if node.children:
             return
         if node.parent is None:
@@ -409,7 +413,7 @@ class RadixCache:
                 raise RuntimeError(f"node {node.tokens.tolist()[:8]}... with pages {node.page_ids} {problem}")
 
     def _is_tail(self, node: Node) -> bool:
-        """A tail's lock is its owner's second one, so it does not count in the parent's."""
+        """A tail's lock is its owner's second one, so its parent does not count it."""
         return len(node.tokens) < self.page_size
 
     def _has_right_length(self, node: Node) -> bool:
@@ -430,7 +434,7 @@ def walk(top: Node) -> Iterator[Node]:
 
 
 def common_prefix(a: array[int], b: array[int]) -> int:
-    """How many first tokens `a` and `b` share, by bisection: each step compares memory, not tokens one by one."""
+    """The number of leading tokens `a` and `b` share, by bisection: each step compares memory, not single tokens."""
     high = min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -445,7 +449,7 @@ def common_prefix(a: array[int], b: array[int]) -> int:
 
 
 def token_array(token_ids: Sequence[int]) -> array[int]:
-    """The tokens as the cache wants them, int32. Packed at once, in half the time that `array` takes for a list."""
+    """The tokens as int32, as the cache keeps them. Packing them at once takes half the time of `array(list)`."""
     tokens = array("i")
     tokens.frombytes(struct.pack(f"{len(token_ids)}i", *token_ids))
     return tokens

@@ -1,13 +1,12 @@
-"""Who runs in the next step, and with how many tokens. Integers in, integers out.
+"""Decides which requests run in the next step, and how many tokens of each. Integers in, integers out.
 
-A request has `num_computed_tokens` and catches up with `num_tokens`; a prompt chunk, a decode, a resumed request are
-the same case. `schedule()` may run ahead of `update()` by any number of steps. Pages are the KVCacheManager's business;
-nothing here knows tensors, text or time.
+A request has `num_computed_tokens` and catches up with `num_tokens`: a prompt chunk, a prefix hit, a decode and a
+resumed request are the same case. `schedule()` may run ahead of `update()` by any number of steps. The KVCacheManager
+moves the pages; nothing here knows tensors, text or time.
 
     add ─▶ waiting ──admit──▶ running ──end / abort / fail──▶ (leaving) ─▶ gone
               ▲                  │
               └─── (leaving) ◀───┘ preempted, keeps its output       leaving: still part of steps that were not read
-
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from mini_sglang.scheduling.radix_cache import Match, common_prefix
 
 FIRST_EXPECTED_OUTPUT = 128.0  # tokens, before any request has ended
 EXPECTED_OUTPUT_WEIGHT = 1 / 16  # of the latest ended request in the running mean
-WORTH_WAITING = 16  # shared prompt tokens being computed elsewhere that a waiting request holds back for
+WORTH_WAITING = 16  # a waiting request holds back while another one computes this many of its first tokens
 
-Plan = dict[Request, int]  # how many tokens the step computes of each request, in row order
+Plan = dict[Request, int]  # number of tokens that the step computes of each request, in row order
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of now (first six) and counters since the start."""
+    """Gauges of this moment (the first six) and counters since the start."""
 
     num_running: int
     num_waiting: int
@@ -43,7 +42,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_pages: int  # in the prefix cache, held by no request
     num_used_pages: int  # held by requests
     num_prompt_tokens: int  # of admitted requests
-    num_cached_tokens: int  # of these, found in the prefix cache
+    num_cached_tokens: int  # those of them that the prefix cache had
     num_generated_tokens: int
     num_preemptions: int
     num_finished: int
@@ -63,11 +62,11 @@ class _Counters(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that was launched and not read."""
+    """A step that was launched and whose result was not read yet."""
 
     batch: ScheduledBatch
     requests: list[Request]  # one for each of batch.rows
-    preempted: list[str]  # ids of requests that were preempted since the step before
+    preempted: list[str]  # ids of the requests that were preempted since the step before
 
     @property
     def admitted(self) -> list[str]:
@@ -80,8 +79,8 @@ class LaunchedStep:
 class Scheduler:
     """Continuous batching over one KV pool.
 
-    The most senior running request (lowest rank) can take the pages of all others, so it always advances: nothing
-    blocks and no two requests preempt each other for ever.
+    The running request that comes first in the policy's order can take the pages of all others, so it always advances:
+    nothing deadlocks, and no two requests preempt each other for ever.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -92,16 +91,16 @@ class Scheduler:
         self._budget = config.max_prefill_tokens
         self._policy = POLICIES[config.schedule]()
         self._requests: dict[str, Request] = {}  # those that have not ended
-        self._waiting: list[Request] = []  # sorted by rank
-        self._running: list[Request] = []  # sorted by rank
-        self._leaving: dict[Request, None] = {}  # ended or preempted, but in launched steps
-        self._restarting: dict[Request, None] = {}  # of these: what launched steps sampled for them is void
+        self._waiting: list[Request] = []  # in the policy's order
+        self._running: list[Request] = []  # in the policy's order
+        self._leaving: dict[Request, None] = {}  # ended or preempted, but still in launched steps
+        self._restarting: dict[Request, None] = {}  # those of them whose tokens from launched steps are void
         self._launched: deque[LaunchedStep] = deque()
         self.num_slots = config.max_running_requests
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._preempted: list[str] = []  # ids, since the last step that was scheduled
-        self._is_full = False  # an admission failed for lack of pages, and nothing has spoken for another try since
-        self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 is the boldest guess
+        self._is_full = False  # an admission failed for lack of pages, and nothing has changed since
+        self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 admits the most
         self._num_arrivals = 0
         self._counters = _Counters()
 
@@ -132,16 +131,16 @@ class Scheduler:
         self._is_full = False
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request wherever it stands, without an output; an id that is not known (any more) is ignored.
+        """End a request in any state, without an output. An unknown id is ignored: the request may just have ended.
 
-        With `FinishReason.STOP` (its text ran into a stop string) it counts as finished, not as aborted.
+        With `FinishReason.STOP` (its text ran into a stop string) the request counts as finished, not as aborted.
         """
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, reason)
 
     def set_mask(self, request_id: str, mask: bytes) -> None:
-        """Say which tokens may follow those that were read of a constrained request; until then it has to wait."""
+        """Set which tokens may follow the tokens read so far of a constrained request, which waits until then."""
         request = self._requests.get(request_id)
         if request is not None:
             request.mask, request.mask_position = mask, request.num_known_tokens
@@ -182,7 +181,7 @@ class Scheduler:
         self._leave(request)
 
     def _preempt(self, request: Request) -> None:
-        """Make a running request wait again, its pages given back to the cache."""
+        """Give a running request's pages back to the cache and let it wait again."""
         self._remove(self._running, request)
         request.status = RequestStatus.WAITING
         self._counters.preemptions += 1
@@ -190,9 +189,9 @@ class Scheduler:
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        """Take pages and slot back from a request that does not run any more, once no launched step contains it.
+        """Take pages and slot back from a request that no longer runs, once no launched step contains it.
 
-        The one place where this happens; called when it stops running and whenever a step with it was read.
+        This happens here alone; it is called when a request stops running and after each step that contained it.
         """
         self._is_full = False
         if self._is_in_flight(request):
@@ -219,10 +218,10 @@ class Scheduler:
     # -- before a step ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, or None if nothing can be computed before a launched step is read (or at all).
+        """Return the next step, or None if nothing can be computed before a launched step is read (or at all).
 
         Every running request that lacks one token gets it. Requests that lack more share what is left of
-        `max_prefill_tokens` (at least one token, so that they advance beside any number of streams), running ones
+        `max_prefill_tokens` (at least one token, so that they advance beside any number of streams), running requests
         before waiting ones.
         """
         plan: Plan = {}
@@ -231,7 +230,7 @@ class Scheduler:
         for request in prefilling:
             if budget == 0:
                 break
-            if request.status is RequestStatus.RUNNING:  # not preempted meanwhile
+            if request.status is RequestStatus.RUNNING:  # not preempted in this loop
                 count = min(request.num_tokens - request.num_computed_tokens, budget)
                 if self._make_room(request, request.num_computed_tokens + count, plan):
                     plan[request] = count
@@ -244,19 +243,19 @@ class Scheduler:
         return self._launch(plan, new_rows) if plan else None
 
     def _plan_streams(self, plan: Plan) -> tuple[bool, list[Request]]:
-        """Plan one token for every running request that lacks just one, and find it a page where it begins one.
+        """Plan one token for each running request that lacks exactly one, and get it a page if it begins one.
 
         Returns whether there were pages for all of them, and the running requests that lack more tokens.
         """
         enough_pages, prefilling = True, []
         for request in list(self._running):
-            if request.status is not RequestStatus.RUNNING:  # preempted by one before it
+            if request.status is not RequestStatus.RUNNING:  # preempted for a request before it
                 continue
             num_tokens = request.num_tokens
             if num_tokens - request.num_computed_tokens > 1:
                 prefilling.append(request)
             elif num_tokens >= request.max_num_tokens or not request.may_sample:
-                continue  # its last token, or what the next one depends on, is still on its way
+                continue  # its last token, or the mask for the next one, has not arrived yet
             elif self._make_room(request, num_tokens, plan):
                 plan[request] = 1
             else:
@@ -264,17 +263,20 @@ class Scheduler:
         return enough_pages, prefilling
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
-        """Get pages up to `num_tokens`, if need be from requests with a later rank. If False, it skips this step."""
+        """Reserve pages for `num_tokens` tokens, preempting requests later in the order if there are too few.
+
+        Returns False if the request has to skip this step.
+        """
         while not self.kv.reserve(request, num_tokens):
             if self._leaving or self.kv.num_returning_pages or self._running[-1] is request:
-                return False  # wait for pages that are on their way back, or for the more senior to end
+                return False  # pages will come back by themselves, or a request before this one has to end first
             victim = self._running[-1]
             plan.pop(victim, None)
             self._preempt(victim)
         return True
 
     def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
-        """Admit waiting requests in the policy's order until a slot, pages or the budget are missing."""
+        """Admit waiting requests in the policy's order until slots, pages or the budget run out."""
         self._publish_running()
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
         growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
@@ -298,7 +300,7 @@ class Scheduler:
             budget -= count
 
     def _publish_running(self) -> None:
-        """Let the cache know the pages that streams have filled: only a match can see the difference, so it waits."""
+        """Publish the pages that running requests have filled. Only a match needs that, so it is not done earlier."""
         for request in self._running:
             if not self.kv.is_invalid(request):
                 self.kv.commit(request, self._counters.steps)
@@ -308,9 +310,9 @@ class Scheduler:
         return count > 1 or request.num_computed_tokens < len(request.prompt_ids)
 
     def _is_being_computed(self, request: Request, match: Match, computing: list[Request]) -> bool:
-        """Whether a request of this very step is going to compute more of the same beginning than the cache has.
+        """Whether a request of this step computes a longer part of the same prefix than the cache has.
 
-        Then waiting saves work. It cannot last: each step in which this says yes, the other request advances.
+        Waiting then saves work. It ends: in each step for which this returns True, the other request advances.
         """
         mine, cached = self.kv.tokens(request), match.num_tokens
         left = len(mine) - cached
@@ -325,12 +327,12 @@ class Scheduler:
         return False
 
     def _expected_pages(self, request: Request) -> int:
-        """Pages that the request will have used when it ends, by the mean length of answers so far."""
+        """Pages that the request will hold when it ends, if its answer is as long as answers have been on average."""
         left = max(self.expected_output - len(request.output_ids), self._page_size)
         return self.kv.pages_for(min(request.num_known_tokens + int(left), request.max_num_tokens - 1))
 
     def _expected_to_fit(self, request: Request, match: Match, growth: int) -> bool:
-        """Optimistic: expected, not largest, output lengths of this and of all running requests (`growth` pages)."""
+        """Whether the request fits if it and all running requests, which still grow by `growth` pages, are average."""
         if not self._running:
             return True  # alone it always fits
         needed = self._expected_pages(request) - match.num_locked_pages
@@ -344,7 +346,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         new_rows.append(self._new_row(request, request.slot))
-        request.prompt_logprobs = []  # what was computed before a preemption will be again
+        request.prompt_logprobs = []  # after a preemption they are computed again
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = request.num_computed_tokens
@@ -360,7 +362,7 @@ class Scheduler:
         return NewRow(slot, token_ids, len(request.prompt_ids), params, request.seed, ends)
 
     def _launch(self, plan: Plan, new_rows: list[NewRow]) -> ScheduledBatch:
-        """Turn the plan into a batch; its tokens count as computed from here on, and full pages are published."""
+        """Turn the plan into a batch. Its tokens count as computed from here on; full prompt pages are published."""
         self._counters.steps += 1
         step = self._counters.steps
         new_pages, copies = self.kv.take_changes()
@@ -376,7 +378,7 @@ class Scheduler:
             request.last_step = step
             if start < len(request.prompt_ids) or count > 1:
                 self.kv.commit(request, step, tail=samples)
-                self._is_full = False  # what was computed may be what a waiting request begins with
+                self._is_full = False  # a waiting request may begin with what this one computes
         batch = ScheduledBatch(step, rows, new_rows, new_pages, copies, masks)
         self._launched.append(LaunchedStep(batch, list(plan), self._preempted))
         self._preempted = []
@@ -385,9 +387,9 @@ class Scheduler:
     # -- after a step -------------------------------------------------------------------------------------------------
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:
-        """Take in what the oldest launched step sampled; returns what each request gained.
+        """Take in what the oldest launched step sampled, and return what each request gained.
 
-        Raises ValueError if `batch` is not the oldest step that was launched and not read, or if `result` is not its.
+        Raises ValueError if `batch` is not the oldest launched step, or if `result` cannot be its result.
         """
         if not self._launched or self._launched[0].batch is not batch:
             raise ValueError(f"step {batch.step} is not the oldest launched step")
@@ -402,14 +404,14 @@ class Scheduler:
         self._free_replaced()
 
     def _free_replaced(self) -> None:
-        """Free pages that were exchanged for cached ones, as far as no step that uses them is still to be read.
+        """Free pages that were exchanged for cached ones and that no launched step uses any more.
 
-        Also to be called where pages are exchanged outside of a step: there may be none whose reading would do it.
+        Call it too after exchanging pages outside of a step: there may be no step left whose end would do it.
         """
         self.kv.steps_read(self._launched[0].batch.step - 1 if self._launched else self._counters.steps)
 
     def _take_tokens(self, launched: LaunchedStep, result: StepResult) -> StepOutputs:
-        """Give every request its token. Where there is nothing else to say of it, it goes into the columns."""
+        """Append the sampled tokens to their requests, but for requests that have ended or restart."""
         batch = launched.batch
         rows = zip(batch.rows, launched.requests, strict=True)
         sampling = [request for row, request in rows if row.samples]
@@ -428,6 +430,7 @@ class Scheduler:
     def _take_token(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None, outputs: StepOutputs
     ) -> None:
+        """Append a token. It goes into the columns of `outputs` unless the request has more to report."""
         is_first = not request.output_ids
         prompt_logprobs = request.prompt_logprobs if request.wants_prompt_logprobs else None
         request.output_ids.append(token_id)
@@ -455,9 +458,9 @@ class Scheduler:
         )
 
     def fail(self, batch: ScheduledBatch, error: str) -> StepOutputs:
-        """A launch or a read raised: end every request of the batch with an error; all others live on.
+        """End every request of a step whose launch or read raised; all others live on.
 
-        What the step should have written is unpublished. Other requests in steps launched later may have read it; they
+        The pages that the step should have filled are unpublished. Requests in later steps may have read them; those
         start again from the tokens known so far.
         """
         index = next((i for i, launched in enumerate(self._launched) if launched.batch is batch), None)
@@ -483,7 +486,7 @@ class Scheduler:
         return StepOutputs(others=outputs)
 
     def _restart(self, request: Request) -> None:
-        """Compute a request again from its known tokens; what launched steps sampled for it is void."""
+        """Let a request start again from its known tokens; what launched steps sample for it is void."""
         if self._is_in_flight(request):
             self._restarting[request] = None
         if request.status is RequestStatus.RUNNING:
@@ -503,11 +506,11 @@ class Scheduler:
 
     @property
     def latest_step(self) -> LaunchedStep:
-        """The step that was scheduled last, and not read yet."""
+        """The step that was scheduled last. It has not been read yet."""
         return self._launched[-1]
 
     def stats(self) -> SchedulerStats:
-        """Figures of this moment; O(1)."""
+        """Return the figures of this moment. O(1)"""
         kv, counters = self.kv, self._counters
         free, cached = kv.num_free_pages, kv.num_cached_pages
         return SchedulerStats(
@@ -527,7 +530,7 @@ class Scheduler:
         )
 
     def flush_cache(self) -> int:
-        """Forget every cached page that no request holds; returns how many."""
+        """Evict every cached page that no request holds, and return their number."""
         return self.kv.evict(self.kv.num_cached_pages)
 
     def check(self) -> None:
@@ -540,16 +543,16 @@ class Scheduler:
         live = {*self._waiting, *self._running, *self._leaving}
         missing = [request_id for request_id, request in self._requests.items() if request not in live]
         if missing:
-            raise RuntimeError(f"requests are nowhere: {missing}")
+            raise RuntimeError(f"requests neither wait, run nor leave: {missing}")
         for name, requests in (("waiting", self._waiting), ("running", self._running)):
-            ranks = [self._policy.sort_key(request) for request in requests]
-            if ranks != sorted(set(ranks)):
-                raise RuntimeError(f"the {name} requests are not in order: {ranks}")
+            keys = [self._policy.sort_key(request) for request in requests]
+            if keys != sorted(set(keys)):
+                raise RuntimeError(f"the {name} requests are not in order: {keys}")
         for request in with_slot:
             self._check_steps(request)
 
     def _check_steps(self, request: Request) -> None:
-        """A request's counters say which launched steps contain it, and how many tokens they sample for it."""
+        """Check a request's counters against the launched steps that contain it and the tokens they sample for it."""
         known, last_step = request.num_known_tokens, request.last_step
         steps = [launched for launched in self._launched if request in launched.requests]
         oldest = self._launched[0].batch.step if self._launched else self._counters.steps + 1

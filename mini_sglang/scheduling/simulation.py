@@ -1,7 +1,7 @@
 """An executor without a model: it obeys batches on symbolic KV and finds every page that is not what it should be.
 
 Each cell of the pool holds a fingerprint of the tokens up to and including its own, as a real one holds keys and values
-that depend on them. A row may only be computed if its page table leads to precisely its own beginning. The next token
+that depend on them. A row may only be computed if its page table leads to precisely its own prefix. The next token
 is a function of the fingerprint, so a request has one right output however it is chunked, cached, batched or resumed.
 """
 
@@ -122,7 +122,7 @@ class SimulatedExecutor:
             self._pages[destination] = cells
 
     def _read(self, row: Row) -> bool:
-        """Whether the cells before `row` hold its beginning; False if some hold what a failed step left there."""
+        """Whether the cells before `row` hold its prefix; False if some hold what a failed step left there."""
         slot, size = self._slot(row.slot), self._page_size
         end = row.start + row.count
         if end > len(slot.tokens) or end > len(slot.page_table) * size:
