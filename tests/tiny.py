@@ -6,17 +6,21 @@ expects is not said here, but for what transformers makes of a model.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import gguf
 import httpx
@@ -24,6 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import uvicorn
+import zmq
+import zmq.asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -35,10 +42,15 @@ from transformers import (
 )
 
 import mini_sglang.execution.ranks
-from mini_sglang import Engine, EngineConfig, SamplingParams
+from mini_sglang import Engine, EngineConfig, SamplingParams, ServerConfig
+from mini_sglang import Tokenizer as MiniTokenizer
+from mini_sglang.async_engine import AsyncEngine
+from mini_sglang.engine_process import EngineLoop, engine_info
 from mini_sglang.execution import worker
 from mini_sglang.execution.ranks import Assignment, Job
-from mini_sglang.request import TokenOutput
+from mini_sglang.request import StepOutputs as StepOutputs  # these two also for test modules to name
+from mini_sglang.request import TokenOutput as TokenOutput
+from mini_sglang.server.app import create_app
 from mini_sglang.weights.hub import ModelSource
 
 VOCAB_SIZE = 320
@@ -144,6 +156,64 @@ def run_server(log: Path, *options: str) -> Iterator[RunningServer]:
 def _url_in(log: Path) -> str | None:
     greetings = [line for line in log.read_text().splitlines() if line.startswith("Serving ")]
     return greetings[0].rpartition(" ")[2] if greetings else None
+
+
+class _EngineThread:
+    """What AsyncEngine sees of an engine's process: here it is a thread, around an engine that there is already."""
+
+    def __init__(self, engine: Engine, address: str) -> None:
+        self.returncode: int | None = None
+        self._thread = threading.Thread(target=self._run, args=(engine, address), daemon=True)
+        self._thread.start()
+
+    def _run(self, engine: Engine, address: str) -> None:
+        torch.set_num_threads(1)  # which each thread has to say for itself
+        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+            socket.connect(address)
+            EngineLoop(engine, socket, os.getppid()).run()
+
+    async def wait(self) -> int:
+        await asyncio.to_thread(self._thread.join)
+        self.returncode = 0
+        return 0
+
+    def kill(self) -> None:
+        raise RuntimeError("a thread cannot be killed")
+
+
+@contextmanager
+def serve(engine: Engine, tokenizer: MiniTokenizer) -> Iterator[str]:
+    """A server in this process, on a free port of a real socket; gives its address.
+
+    In the block the engine belongs to a thread of the server's, and talks to the API by messages as in a process.
+    """
+    started = threading.Event()
+    servers: list[uvicorn.Server] = []
+
+    async def run() -> None:
+        context = zmq.asyncio.Context()
+        with tempfile.TemporaryDirectory() as folder, context.socket(zmq.PAIR) as socket:
+            socket.bind(f"ipc://{folder}/engine")
+            process = cast(asyncio.subprocess.Process, _EngineThread(engine, f"ipc://{folder}/engine"))
+            api = AsyncEngine(process, context, socket, engine_info(engine), tokenizer)
+            app = create_app(api, tokenizer, ServerConfig())
+            servers.append(uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off")))
+            started.set()
+            await servers[0].serve()
+            await api.close(timeout=10)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    thread.start()
+    try:
+        assert started.wait(timeout=30)
+        while not servers[0].started:
+            assert thread.is_alive()
+            time.sleep(0.001)
+        yield f"http://127.0.0.1:{servers[0].servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join()
 
 
 def make_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
