@@ -92,7 +92,8 @@ class EngineObserver:
         launched, stats = scheduler.latest_step, scheduler.stats()
         new, decode_ids = {row.slot for row in launched.batch.new_rows}, []
         for row, request in zip(launched.batch.rows, launched.requests, strict=True):
-            if row.count == 1 and row.samples and row.slot not in new:
+            is_answer = row.start >= len(request.prompt_ids) and row.slot not in new
+            if row.count == 1 and row.samples and is_answer:
                 decode_ids.append(request.request_id)
             else:
                 step.chunks.append(Chunk(request.request_id, row.start, row.count, row.samples))
