@@ -191,7 +191,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Take pages and slot back from a request that no longer runs, once no launched step contains it.
 
-        This happens here alone; it is called when a request stops running and after each step that contained it.
+        No other code does this. It is called when a request stops running and after each step that contained it.
         """
         self._is_full = False
         if self._is_in_flight(request):

@@ -85,7 +85,7 @@ def test_a_quote_is_the_symbols_source() -> None:
 def test_decorators_constants_and_docstrings_of_modules_can_be_quoted() -> None:
     assert quote("mini_sglang.scheduling.page_allocator:PageAllocator.num_free").startswith("@property\ndef num_free")
     assert quote("mini_sglang.learn.lesson:LEVELS").startswith("LEVELS = 3")
-    assert quote("mini_sglang.scheduling.kv_cache:__doc__").startswith("Who holds which page")
+    assert quote("mini_sglang.scheduling.kv_cache:__doc__").startswith("Moves pages between requests")
 
 
 def test_a_page_keeps_all_but_its_quotes() -> None:
