@@ -10,7 +10,8 @@ import ctypes
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -24,7 +25,8 @@ if TYPE_CHECKING:  # it needs Triton
 logger = logging.getLogger(__name__)
 
 
-class GraphStep(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GraphStep:
     """The outputs of a captured step. They hold until the next replay of any graph."""
 
     token_ids: torch.Tensor  # [rows] int64

@@ -8,7 +8,8 @@ whose cells no request reads. Knows tensors and rows, no request.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ _SPARE = 64  # padding tokens that any step may compute
 _FINE_UP_TO = 2048  # tokens: larger steps spend a smaller part on launches, and only the largest has a graph
 
 
-class PrefillInputs(NamedTuple):
+@dataclass(frozen=True)
+class PrefillInputs:
     """The inputs of one captured step, of which at most R rows sample."""
 
     forward: ForwardBatch

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # they need Triton
     from mini_sglang.kernels.triton.precompile import Precompile
 
 
-class Eager(NamedTuple):
+@dataclass(frozen=True)
+class Eager:
     """A runner without graphs, and the parts of it that graphs are captured from."""
 
     runner: ModelRunner

@@ -123,9 +123,9 @@ def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: Any) -> Non
     with torch.inference_mode():
         for step in range(5):
             want = host.run(decodes(step)).token_ids[unbiased].tolist()
-            token_ids, logits = device.decode(slots)
-            assert token_ids[: len(unbiased)].tolist() == want, f"token {step}"
-            assert (logits.data_ptr(), logits.shape) == (device.logits.data_ptr(), (SLOTS, 320))
+            got = device.decode(slots)
+            assert got.token_ids[: len(unbiased)].tolist() == want, f"token {step}"
+            assert (got.logits.data_ptr(), got.logits.shape) == (device.logits.data_ptr(), (SLOTS, 320))
 
 
 class Uncaptured:

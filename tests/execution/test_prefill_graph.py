@@ -76,7 +76,8 @@ def test_packed_inputs_mean_what_the_host_plans(backend: TritonBackend, step: tu
     inputs = PackedInputs(device, backend, MAX_ROWS, MAX_TOKENS)
     inputs.send([Row(0, 0, CONTEXT, True)] * MAX_ROWS, MAX_TOKENS)  # what an earlier step leaves behind
     inputs.send(rows, size)
-    forward, slots, positions = inputs.of_size(size)
+    got = inputs.of_size(size)
+    forward = got.forward
     cells = forward.plan.target(0).cells
 
     assert torch.equal(forward.input_ids[:num_tokens], want.input_ids)
@@ -84,8 +85,8 @@ def test_packed_inputs_mean_what_the_host_plans(backend: TritonBackend, step: tu
     assert torch.equal(cells[:num_tokens], want.attention.cells)
     assert forward.logit_rows is not None
     assert forward.logit_rows.tolist() == want.logit_rows.tolist() + [0] * spare_samples
-    assert slots.tolist() == [row.slot for row in sampling] + [device.idle_slot] * spare_samples
-    assert positions.tolist()[: len(sampling)] == [row.start + row.count for row in sampling]
+    assert got.slots.tolist() == [row.slot for row in sampling] + [device.idle_slot] * spare_samples
+    assert got.positions.tolist()[: len(sampling)] == [row.start + row.count for row in sampling]
     assert torch.equal(device.num_computed, host.num_computed)
     torch.testing.assert_close(forward.plan.attend(q, 0)[:num_tokens], want_attended)
 
