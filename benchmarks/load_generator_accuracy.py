@@ -85,14 +85,12 @@ def measure(rate: float, seconds: float, tokens: int, latencies: list[str], serv
 
 
 async def _run(url: str, rate: float, count: int, tokens: int) -> tuple[Load, list[list[float]]]:
-    client = HttpClient(url)
     requests = [LoadRequest(lambda: [7] * 64, tokens) for _ in range(count)]
     times = arrival_times(count, rate, "poisson", np.random.default_rng(0)).tolist()
-    load = await LoadGenerator(client, APIS["completions"], Sampling(), requests, lambda sent, ended: None).at_times(
-        times
-    )
-    record: list[list[float]] = msgspec.json.decode((await client.get("/record")).body)
-    client.close()
+    async with HttpClient(url) as client:
+        generator = LoadGenerator(client, APIS["completions"], Sampling(), requests, lambda sent, ended: None)
+        load = await generator.at_times(times)
+        record: list[list[float]] = msgspec.json.decode((await client.get("/record")).body)
     return load, record
 
 

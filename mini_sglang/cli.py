@@ -157,8 +157,12 @@ def bench_explain(options: argparse.Namespace) -> int:
 
 def bench_serving(options: argparse.Namespace) -> int:
     config = _from_options(ServingConfig, options)
-    from mini_sglang.bench.serving import bench_serving as measure
-
+    try:
+        from mini_sglang.bench.serving import bench_serving as measure
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise ValueError("bench serving needs aiohttp: pip install 'mini-sglang[bench]'") from None
     return 0 if measure(config, json_path=options.json, plot_path=options.plot) else FAILED
 
 

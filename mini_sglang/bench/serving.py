@@ -64,8 +64,7 @@ def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_
 async def measure(config: ServingConfig, requests: Requests) -> list[list[Figures]]:
     """The figures of each run at each rate. Raises ConnectionError if the server does not answer at all."""
     _allow_many_connections()
-    client = HttpClient(config.url, config.headers(), timeout_s=config.timeout)
-    try:
+    async with HttpClient(config.url, config.headers(), timeout_s=config.timeout) as client:
         model = await _model(config, client)
         sampling = Sampling(model, config.temperature, config.ignore_eos, config.extra_fields())
         runs: list[list[Figures]] = []
@@ -75,8 +74,6 @@ async def measure(config: ServingConfig, requests: Requests) -> list[list[Figure
                 seed = config.seed + sum(map(len, runs))  # so that no run finds the prompts of another in a cache
                 runs[-1].append(await _measure_once(config, client, sampling, requests, rate, seed))
         return runs
-    finally:
-        client.close()
 
 
 async def _measure_once(
