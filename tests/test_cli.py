@@ -14,7 +14,7 @@ import pytest
 
 from mini_sglang.cli import main
 from mini_sglang.config import EngineConfig, ServerConfig
-from mini_sglang.execution import worker
+from mini_sglang.execution import worker_main
 from mini_sglang.execution.executor import Executor
 
 TINY = ["--dtype", "float32", "--num-pages", "16", "--num-threads", "1"]
@@ -83,7 +83,7 @@ def test_another_rank_s_failure_is_one_line_and_status_1(
     def fail(*arguments: object, **settings: object) -> None:
         raise ValueError("out of GPU memory")
 
-    monkeypatch.setattr(worker, "Rank", fail)
+    monkeypatch.setattr(worker_main, "Rank", fail)
     assert run(["generate", str(tiny_model), "-p", "a", "--tp", "2", *TINY]) == 1
     assert capsys.readouterr().err.endswith("mini-sglang: error: rank 1 failed: out of GPU memory\n")
 
