@@ -1,6 +1,7 @@
-"""Sends requests at their times, whatever the server does, and notes when the tokens came.
+"""Sends requests at their times, whatever the server does, and records when their tokens arrived.
 
-The generator measures itself as well: how late it sent, and the CPU time it took. Knows no data sets and no reports.
+The generator measures itself as well: how late it sent each request, and the CPU time it took. Knows no data sets and
+no reports.
 """
 
 from __future__ import annotations

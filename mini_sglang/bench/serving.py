@@ -125,7 +125,7 @@ async def _queue_times(client: HttpClient) -> QueueTimes | None:
 async def _model(config: ServingConfig, client: HttpClient) -> str | None:
     """The model that was named, or the server's first; None if it has no such route, and then needs no name either.
 
-    It is asked in any case: where nobody listens, that is said before a whole load has failed.
+    The server is asked in any case, so that one that is not there is reported before a whole load has failed.
     """
     exchange = await client.get("/v1/models")
     if exchange.error is not None and exchange.error.startswith(NOT_CONNECTED):
@@ -140,6 +140,7 @@ async def _model(config: ServingConfig, client: HttpClient) -> str | None:
 
 
 def _check(exchange: Exchange, what: str) -> None:
+    """Raise ConnectionError unless the answer is a 200."""
     if exchange.error is not None or exchange.status != 200:
         answer = exchange.error or f"HTTP {exchange.status} {exchange.body[:200].decode(errors='replace')}"
         raise ConnectionError(f"the server did not take {what}: {answer}")
