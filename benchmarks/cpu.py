@@ -76,16 +76,6 @@ def accuracy_rows(figures: Sequence[Mapping[str, Any]]) -> Rows:
     return rows
 
 
-def clients_rows(figures: Mapping[str, Sequence[float]]) -> Rows:
-    """Of http_client_cost.py."""
-    own = next(iter(figures.values()))
-    rows = [["Client", "CPU of an answer of 10 tokens", "times the first"]]
-    for name, costs in figures.items():
-        ratio = statistics.median(cost / first for cost, first in zip(costs, own, strict=True))
-        rows.append([name, f"{statistics.median(costs):.0f} µs", f"{ratio:.1f}"])
-    return rows
-
-
 def peer_rows(figures: Mapping[str, Any]) -> Rows:
     """Of serving_vs_peers.py."""
     rows = [["Workload", "", "mini_sglang", figures["peer"], "ratio"]]
@@ -129,10 +119,9 @@ def benchmarks(llama_server: str | None = None, vllm: str | None = None) -> list
     peers = {"llama.cpp": llama_server, "vllm": vllm}
     return [
         Benchmark("transformers", ("cpu_vs_transformers.py",), transformers_rows),
-        Benchmark("accuracy", ("load_generator_accuracy.py",), accuracy_rows),
-        Benchmark("clients", ("http_client_cost.py",), clients_rows, ("aiohttp", "httpx")),
+        Benchmark("accuracy", ("load_generator_accuracy.py",), accuracy_rows, ("aiohttp",)),
         *(
-            Benchmark(peer, ("serving_vs_peers.py", "--peer", peer, "--command", program), peer_rows)
+            Benchmark(peer, ("serving_vs_peers.py", "--peer", peer, "--command", program), peer_rows, ("aiohttp",))
             for peer, program in peers.items()
             if program is not None
         ),

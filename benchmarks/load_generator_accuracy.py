@@ -44,7 +44,9 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     latencies = ["--ttft-ms", str(args.ttft_ms), "--itl-ms", str(args.itl_ms)]
-    results = [measure(float(rate), args.seconds, args.tokens, latencies) for rate in args.rates.split(",")]
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
+    results = [measure(float(rate), args.seconds, args.tokens, latencies, cores[-1]) for rate in args.rates.split(",")]
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     worst = max(result["worst_error"] for result in results)
@@ -52,14 +54,14 @@ def main() -> int:
     return 0 if worst <= TOLERANCE else 1
 
 
-def measure(rate: float, seconds: float, tokens: int, latencies: list[str]) -> dict[str, Any]:
-    """One rate against a fresh server; prints its table."""
+def measure(rate: float, seconds: float, tokens: int, latencies: list[str], server_core: int) -> dict[str, Any]:
+    """One rate against a fresh server on a core of its own; prints its table."""
     server = Path(__file__).with_name("scripted_server.py")
     with subprocess.Popen([sys.executable, str(server), *latencies], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             url = process.stdout.readline().split()[-1]
-            _separate(process.pid)
+            os.sched_setaffinity(process.pid, (server_core,))
             load, record = asyncio.run(_run(url, rate, max(10, round(rate * seconds)), tokens))
         finally:
             process.kill()
@@ -83,22 +85,13 @@ def measure(rate: float, seconds: float, tokens: int, latencies: list[str]) -> d
 
 
 async def _run(url: str, rate: float, count: int, tokens: int) -> tuple[Load, list[list[float]]]:
-    client = HttpClient(url)
     requests = [LoadRequest(lambda: [7] * 64, tokens) for _ in range(count)]
     times = arrival_times(count, rate, "poisson", np.random.default_rng(0)).tolist()
-    load = await LoadGenerator(client, APIS["completions"], Sampling(), requests, lambda sent, ended: None).at_times(
-        times
-    )
-    record: list[list[float]] = msgspec.json.decode((await client.get("/record")).body)
-    client.close()
+    async with HttpClient(url) as client:
+        generator = LoadGenerator(client, APIS["completions"], Sampling(), requests, lambda sent, ended: None)
+        load = await generator.at_times(times)
+        record: list[list[float]] = msgspec.json.decode((await client.get("/record")).body)
     return load, record
-
-
-def _separate(server: int) -> None:
-    """This process on the first core it may use, the server on the last."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(server, cores[-1:])
-    os.sched_setaffinity(0, cores[:1])
 
 
 def _recorded(record: list[list[float]]) -> dict[str, Distribution]:

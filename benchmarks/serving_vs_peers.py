@@ -157,10 +157,8 @@ def _running(command: list[str], url: str, log: Path, threads: int) -> Iterator[
 
 
 async def _is_healthy(url: str) -> bool:
-    client = HttpClient(url, timeout_s=10)
-    exchange = await client.get("/health")
-    client.close()
-    return exchange.status == 200
+    async with HttpClient(url, timeout_s=10) as client:
+        return (await client.get("/health")).status == 200
 
 
 def _alternate(urls: dict[str, str], fields: dict[str, Any], seeds: range) -> dict[str, list[Figures]]:

@@ -1,4 +1,4 @@
-"""What servers are asked and what they answer: OpenAI's two routes, and /generate in this project's and SGLang's form.
+"""Requests and streamed answers of four APIs: OpenAI's two routes, and /generate in this project's and SGLang's form.
 
 Every answer is streamed; the time of a token is that of the piece of the stream that completes its event.
 """

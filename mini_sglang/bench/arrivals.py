@@ -14,8 +14,8 @@ def arrival_times(
 ) -> np.ndarray[Any, Any]:
     """`count` times, float64 and not decreasing, `rate` a second on average; an infinite rate sends all at once.
 
-    poisson: whoever comes knows nothing of the others. fixed: all gaps equal. gamma: gaps from a gamma distribution
-    whose shape is `burstiness`, so 1 is Poisson and less comes in bursts (the squared coefficient of variation is
+    poisson: requests arrive independently of each other. fixed: all gaps are equal. gamma: gaps follow a gamma
+    distribution of shape `burstiness`: 1 is Poisson, less comes in bursts (the squared coefficient of variation is
     1 / burstiness). Raises ValueError for a rate or a burstiness that is not positive.
     """
     if not rate > 0:

@@ -29,7 +29,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "ass
 
 
 def open_dataset(config: ServingConfig) -> Requests:
-    """Reads the file, if there is one, once; the result gives the requests of a seed.
+    """Read the file, if there is one, once. The function returned makes the requests of a seed.
 
     Raises ValueError, or OSError, for a file that is not what `config.dataset` says.
     """
@@ -43,7 +43,7 @@ def open_dataset(config: ServingConfig) -> Requests:
 
 
 def _speller(config: ServingConfig) -> Callable[[list[int]], Prompt]:
-    """Tokens as they are sent: as text where a server takes only that."""
+    """How token ids are sent: as text where the API takes messages, else as they are."""
     return _load_tokenizer(config.tokenizer).decode if config.api == "chat" else lambda tokens: tokens
 
 
@@ -115,7 +115,7 @@ def _traffic(config: ServingConfig, rows: list[TraceRow], spell: Callable[[list[
 
 
 def _chats(config: ServingConfig, chats: list[list[Message]], tokenizer: Tokenizer) -> Requests:
-    """A request for the first answer of each chat, or for every one; which chats, and in what order, the seed says."""
+    """A request for the first answer of each chat, or for every one. The seed decides which chats, and their order."""
     output = config.output_range()
     lengths: dict[str, int] = {}
 

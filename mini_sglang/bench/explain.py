@@ -73,7 +73,7 @@ def figures(history: History) -> dict[str, Any]:
 
 
 def tables(history: History) -> list[Table]:
-    """The same, to read."""
+    """The figures as tables."""
     return [_place_table(history), _kind_table(history), _request_table(history), _slowest_table(history)]
 
 

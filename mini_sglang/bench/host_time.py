@@ -13,7 +13,7 @@ from typing import Any
 from mini_sglang.engine import Engine
 from mini_sglang.sampling_params import SamplingParams
 
-_LONGEST_PROMPT = 32  # lengths vary, so that requests need new pages in different steps, as in earnest
+_LONGEST_PROMPT = 32  # lengths vary, so that requests need new pages in different steps, as under real load
 _SLACK = 50  # steps in which the prompts of some are still computed while others decode
 
 
@@ -47,8 +47,8 @@ def host_time(engine: Engine, running: int, *, steps: int = 100) -> HostTime:
         engine.add_request(request_id, prompt, params)
     seen: list[tuple[float, float, float]] = []
     with ExitStack() as stack:
-        verbs = (scheduler, "schedule"), (engine.executor, "launch"), (scheduler, "update")
-        spent = [stack.enter_context(_timed(owner, verb)) for owner, verb in verbs]
+        methods = (scheduler, "schedule"), (engine.executor, "launch"), (scheduler, "update")
+        spent = [stack.enter_context(_timed(owner, method)) for owner, method in methods]
         while engine.has_work and len(seen) < steps:
             for times in spent:
                 times.clear()
@@ -80,9 +80,9 @@ def _medians(running: int, seen: list[tuple[float, float, float]], *, launches_a
 
 
 @contextmanager
-def _timed(owner: object, verb: str) -> Iterator[list[float]]:
-    """Time calls of `owner.verb` while the context lasts: the seconds of each are appended to the list."""
-    call: Callable[..., Any] = getattr(owner, verb)
+def _timed(owner: object, method: str) -> Iterator[list[float]]:
+    """Time calls of `owner.method` while the context lasts: the seconds of each are appended to the list."""
+    call: Callable[..., Any] = getattr(owner, method)
     seconds: list[float] = []
 
     def timed(*arguments: Any) -> Any:
@@ -92,8 +92,8 @@ def _timed(owner: object, verb: str) -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    setattr(owner, verb, timed)
+    setattr(owner, method, timed)
     try:
         yield seconds
     finally:
-        delattr(owner, verb)  # the class's method shows again
+        delattr(owner, method)  # the class's method shows again

@@ -281,7 +281,7 @@ class _CaseMaker:
         return 2 * self.model.num_kv_heads * self.model.head_dim * self.dtype.itemsize
 
     def _sets(self, num_bytes: int) -> int:
-        """Sets of inputs that exceed the L2 cache fourfold; never so many that small inputs fill a graph."""
+        """The number of sets of inputs: from 8 to 64, four times the L2 cache together if that suffices."""
         if self.device.type != "cuda":
             return 1
         cache: int = torch.cuda.get_device_properties(self.device).L2_cache_size

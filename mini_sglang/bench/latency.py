@@ -34,7 +34,7 @@ def measure_latency(engine: Engine, workload: Workload, *, runs: int = 2) -> lis
 
 
 def stream(engine: Engine, workload: Workload) -> Streams:
-    """Run the workload and note when each token came. Raises RuntimeError if a request fails or ends early."""
+    """Run the workload and record when each token came. Raises RuntimeError if a request fails or ends early."""
     start = time.perf_counter()
     arrivals: dict[str, list[float]] = {request_id: [] for request_id in workload.add_to(engine)}
     while engine.has_work:

@@ -1,6 +1,7 @@
-"""Sends requests at their times, whatever the server does, and notes when the tokens came.
+"""Sends requests at their times, whatever the server does, and records when their tokens arrived.
 
-The generator measures itself as well: how late it sent, and the CPU time it took. Knows no data sets and no reports.
+The generator measures itself as well: how late it sent each request, and the CPU time it took. Knows no data sets and
+no reports.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from mini_sglang.bench.apis import Api, Prompt, Sampling, read_answer
 from mini_sglang.bench.http_client import Exchange, HttpClient
 
 OnProgress = Callable[[int, int], None]  # requests sent, requests ended
+_FAILURES_AT_ONCE = 500  # between two collections of what they leave behind, 13 kB each
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Load:
 
 
 class LoadGenerator:
-    """One run of `requests` through `api`. Every event is a callback: there is no task per request."""
+    """One run of `requests` through `api`, a task for each."""
 
     def __init__(
         self, client: HttpClient, api: Api, sampling: Sampling, requests: Sequence[LoadRequest], on_progress: OnProgress
@@ -73,80 +74,77 @@ class LoadGenerator:
         self._requests = requests
         self._on_progress = on_progress
         self._outcomes: list[Outcome | None] = [None] * len(requests)
-        self._followers: dict[int, list[int]] = defaultdict(list)  # by request: those that wait for its end
-        self._unsent = iter(range(0))
-        self._num_sent = self._num_ended = 0
+        self._num_sent = self._num_ended = self._num_failed = 0
 
     async def at_times(self, times: Sequence[float], *, in_turn: bool = False) -> Load:
         """Open loop: send each request at its time, in seconds from now.
 
         With `in_turn`, one that comes after another is held back until that is answered.
         """
-        self._begin()
-        for index, due in enumerate(times):
-            body = self._encode(index)  # while there is time
-            await asyncio.sleep(max(0.0, self._start + due - time.perf_counter()))
-            after = self._requests[index].after if in_turn else None
-            if after is not None and self._outcomes[after] is None:
-                self._followers[after].append(index)
-            else:
-                self._send(index, body, due)
-        return await self._finish()
+
+        async def send_all(group: asyncio.TaskGroup) -> None:
+            tasks: list[asyncio.Task[None]] = []
+            for index, due in enumerate(times):
+                body = self._encode(index)  # while there is time
+                await asyncio.sleep(max(0.0, due - self._now()))
+                after = self._requests[index].after if in_turn else None
+                earlier = None if after is None else tasks[after]
+                tasks.append(group.create_task(self._send(index, body, due, earlier)))
+
+        return await self._measure(send_all)
 
     async def at_concurrency(self, concurrency: int) -> Load:
         """Closed loop: keep `concurrency` requests under way."""
-        self._begin()
-        self._unsent = iter(range(len(self._requests)))
-        for _ in range(concurrency):
-            self._send_next()
-        return await self._finish()
+        unsent = iter(range(len(self._requests)))
 
-    def _begin(self) -> None:
+        async def send_one_after_another() -> None:
+            for index in unsent:
+                body = self._encode(index)
+                await self._send(index, body, self._now())
+
+        async def send_all(group: asyncio.TaskGroup) -> None:
+            for _ in range(concurrency):
+                group.create_task(send_one_after_another())
+
+        return await self._measure(send_all)
+
+    async def _measure(self, send_all: Callable[[asyncio.TaskGroup], Awaitable[None]]) -> Load:
+        """Run `send_all` and every task it makes. Raises the first error of any of them."""
         gc.collect()
-        gc.freeze()  # what was made before takes no part in collections during the run
-        self._all_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._cpu_start, self._start = time.process_time(), time.perf_counter()
-
-    async def _finish(self) -> Load:
+        gc.disable()  # a collection holds up all streams for many ms; what succeeds leaves next to nothing behind
+        cpu_start, self._start = time.process_time(), time.perf_counter()
         try:
-            if self._requests:
-                await self._all_ended
+            async with asyncio.TaskGroup() as group:
+                await send_all(group)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
-            gc.unfreeze()
-        seconds, cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+            gc.enable()
+        seconds, cpu_seconds = self._now(), time.process_time() - cpu_start
         return Load([outcome for outcome in self._outcomes if outcome is not None], seconds, cpu_seconds)
+
+    def _now(self) -> float:
+        """Seconds since the start of the run."""
+        return time.perf_counter() - self._start
 
     def _encode(self, index: int) -> bytes:
         request = self._requests[index]
         return self._api.encode(request.make_prompt(), request.output_length, self._sampling)
 
-    def _send_next(self) -> None:
-        index = next(self._unsent, None)
-        if index is not None:
-            self._send_now(index)
-
-    def _send_now(self, index: int) -> None:
-        body = self._encode(index)
-        self._send(index, body, time.perf_counter() - self._start)
-
-    def _send(self, index: int, body: bytes, due: float) -> None:
+    async def _send(self, index: int, body: bytes, due: float, earlier: asyncio.Task[None] | None = None) -> None:
+        """Send request `index`, not before `earlier` has ended, and keep what came of it."""
+        if earlier is not None and not earlier.done():
+            await asyncio.wait((earlier,))
+            due = self._now()
         self._num_sent += 1
-        answer = self._client.post(self._api.path, body)
-        answer.add_done_callback(lambda done: self._ended(index, due, done.result()))
-
-    def _ended(self, index: int, due: float, exchange: Exchange) -> None:
-        try:
-            self._outcomes[index] = _outcome(exchange, due, self._start)
-            self._num_ended += 1
-            self._on_progress(self._num_sent, self._num_ended)
-            self._send_next()
-            for follower in self._followers.pop(index, ()):
-                self._send_now(follower)
-        except Exception as error:  # nobody waits for a callback: hand it to who waits for the run
-            if not self._all_ended.done():
-                self._all_ended.set_exception(error)
-        if self._num_ended == len(self._requests) and not self._all_ended.done():
-            self._all_ended.set_result(None)
+        exchange = await self._client.post(self._api.path, body)
+        outcome = self._outcomes[index] = _outcome(exchange, due, self._start)
+        self._num_ended += 1
+        self._on_progress(self._num_sent, self._num_ended)
+        if outcome.error is not None:
+            self._num_failed += 1
+            if self._num_failed % _FAILURES_AT_ONCE == 0:
+                gc.collect(0)  # exceptions and their frames refer to each other
 
 
 def _outcome(exchange: Exchange, due: float, start: float) -> Outcome:

@@ -1,7 +1,7 @@
 """Offline throughput: many prompts of random length at once, as nano-vllm and mini-sglang publish it.
 
-It drives the engine itself, without text. What it measured stands beside the bytes and FLOPs that the workload cannot
-avoid (`roofline.py`), the host's time per step and, on a GPU, a profile of the device's.
+It drives the engine itself, without text. Throughput is reported beside the bytes and FLOPs that the workload cannot
+avoid (`roofline.py`), the host's time per step and, on a GPU, a profile of the device's time.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Offline:
-    """All runs, the better one of which counts, and two windows of another: its start and its middle."""
+    """All runs, of which the fastest counts, and the profile of another one at its start and in its middle."""
 
     runs: list[Run]
     host: list[HostTime]
@@ -131,7 +131,7 @@ class Offline:
 def measure_offline(engine: Engine, workload: Workload, *, runs: int = 2, profile_steps: int = 0) -> Offline:
     """A warm-up, then `runs` runs with other ids, then the host's time with 16 and with the most running requests.
 
-    `profile_steps` above 0 adds a run in which so many steps at its start and in its middle are profiled (GPU only).
+    `profile_steps` above 0 adds a run in which that many steps are profiled at its start and in its middle (GPU only).
     """
     vocab_size = engine.model_config.vocab_size
     with run_numbers(runs) as numbers:

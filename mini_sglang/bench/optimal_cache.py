@@ -1,7 +1,7 @@
 """How many prompt blocks any prefix cache can find: without a limit, and at best in a pool of a given size.
 
 Knows integers: a prompt is the list of its beginnings, one per block, each a number. Two prompts share a number if they
-are equal up to the end of that block, so whoever finds a beginning finds all shorter ones too.
+are equal up to the end of that block, so a prompt that finds a beginning in the cache finds all shorter ones too.
 """
 
 from __future__ import annotations

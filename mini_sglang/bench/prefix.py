@@ -71,7 +71,7 @@ class HostCost:
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """The prompts have `blocks` of `block_size` tokens, `distinct` ones; `unlimited` a boundless cache would find."""
+    """Of `blocks` prompt blocks of `block_size` tokens `distinct` differ; a cache without limit finds `unlimited`."""
 
     requests: int
     block_size: int
@@ -125,7 +125,7 @@ def _check_pools(
 
 
 def count_hits(rows: Sequence[TraceRow], pools: Sequence[int]) -> list[int]:
-    """How many blocks of the prompts the cache finds, in each of some pools of so many blocks.
+    """How many blocks of the prompts the cache finds, for each size of `pools`, in blocks.
 
     A page is a block, each a whole one, as the authors of traces count. The last token of a prompt is always computed;
     its block counts as found if all before it was.
@@ -197,19 +197,19 @@ class _Stopwatch:
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.reset()
-        for verb in self.seconds:
-            setattr(kv, verb, self._timed(verb, getattr(kv, verb)))
+        for method in self.seconds:
+            setattr(kv, method, self._timed(method, getattr(kv, method)))
 
     def reset(self) -> None:
         self.seconds = dict.fromkeys(("match", "admit", "commit", "release", "evict"), 0.0)
         self.evicted_pages = 0
 
-    def _timed(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.thread_time()
             result = call(*args, **kwargs)
-            self.seconds[verb] += time.thread_time() - start
-            if verb == "evict":
+            self.seconds[method] += time.thread_time() - start
+            if method == "evict":
                 self.evicted_pages += result
             return result
 

@@ -17,12 +17,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _KINDS = {  # by the names that kernels have here and in cuBLAS, cuDNN, FlashAttention, FlashInfer, NCCL and torch
-    "all_reduce": re.compile(r"nccl|all_?reduce|all_?gather|symm_mem|push_sum", re.IGNORECASE),
+    "all_reduce": re.compile(r"nccl|all_?reduce|all_?gather|symm_mem", re.IGNORECASE),
     "attention": re.compile(r"attention|attend|flash|fmha|_(decode|prefill|plan|plan_tiles)_kernel", re.IGNORECASE),
     "products": re.compile(r"gemm|gemv|matmul|linear|cutlass|nvjet|xmma|cublas|splitk", re.IGNORECASE),
 }
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # trace categories
-_HOST_GAP_US = 5.0  # kernels of one graph follow within about 1 µs; who leaves a longer gap is the host
+_HOST_GAP_US = 5.0  # kernels of one graph follow within about 1 µs; a longer gap is a wait for the host
 _NUM_TOP = 10
 
 

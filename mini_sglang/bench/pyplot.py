@@ -1,4 +1,4 @@
-"""matplotlib, which only those who want pictures need to have."""
+"""Loads matplotlib, which is installed only where pictures are wanted (extra `bench`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of what was measured. Knows figures alone; who measured them is not known here."""
+"""Tables of what was measured. Knows the figures alone, not what measured them."""
 
 from __future__ import annotations
 

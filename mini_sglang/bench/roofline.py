@@ -19,7 +19,7 @@ class Ceilings:
     flops_per_second: float  # of a large matrix product
 
     def times(self, devices: int) -> Ceilings:
-        """What so many devices do at best, if they wait for each other never."""
+        """What `devices` of them do at best, if they never wait for each other."""
         return Ceilings(self.bytes_per_second * devices, self.flops_per_second * devices)
 
     def seconds(self, num_bytes: float, flops: float) -> float:
@@ -75,7 +75,7 @@ def num_weights(model: ModelConfig) -> tuple[int, int]:
 def weights_read(model: ModelConfig, tokens: int) -> float:
     """Weights in the layers' matrices that a step of `tokens` tokens has to read.
 
-    Of a mixture these are the experts that somebody is expected to choose, if all are chosen equally often.
+    Of a mixture these are the experts that the tokens are expected to choose, if all are chosen equally often.
     """
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     experts = model.experts

@@ -64,8 +64,7 @@ def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_
 async def measure(config: ServingConfig, requests: Requests) -> list[list[Figures]]:
     """The figures of each run at each rate. Raises ConnectionError if the server does not answer at all."""
     _allow_many_connections()
-    client = HttpClient(config.url, config.headers(), timeout_s=config.timeout)
-    try:
+    async with HttpClient(config.url, config.headers(), timeout_s=config.timeout) as client:
         model = await _model(config, client)
         sampling = Sampling(model, config.temperature, config.ignore_eos, config.extra_fields())
         runs: list[list[Figures]] = []
@@ -75,8 +74,6 @@ async def measure(config: ServingConfig, requests: Requests) -> list[list[Figure
                 seed = config.seed + sum(map(len, runs))  # so that no run finds the prompts of another in a cache
                 runs[-1].append(await _measure_once(config, client, sampling, requests, rate, seed))
         return runs
-    finally:
-        client.close()
 
 
 async def _measure_once(
@@ -128,7 +125,7 @@ async def _queue_times(client: HttpClient) -> QueueTimes | None:
 async def _model(config: ServingConfig, client: HttpClient) -> str | None:
     """The model that was named, or the server's first; None if it has no such route, and then needs no name either.
 
-    It is asked in any case: where nobody listens, that is said before a whole load has failed.
+    The server is asked in any case, so that one that is not there is reported before a whole load has failed.
     """
     exchange = await client.get("/v1/models")
     if exchange.error is not None and exchange.error.startswith(NOT_CONNECTED):
@@ -143,6 +140,7 @@ async def _model(config: ServingConfig, client: HttpClient) -> str | None:
 
 
 def _check(exchange: Exchange, what: str) -> None:
+    """Raise ConnectionError unless the answer is a 200."""
     if exchange.error is not None or exchange.status != 200:
         answer = exchange.error or f"HTTP {exchange.status} {exchange.body[:200].decode(errors='replace')}"
         raise ConnectionError(f"the server did not take {what}: {answer}")

@@ -1,4 +1,4 @@
-"""A step log put together again: steps on a time line, and the life of every request. Knows lines, no engine."""
+"""Reads a step log back: its steps on a time line, and the life of every request. Knows lines, no engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Life:
     spans: list[Span] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TimedStep:
     """A step on the time line: from when it was scheduled, or the one before was read, until it was read."""
 
@@ -62,7 +62,7 @@ class TimedStep:
 
 
 class History:
-    """A whole log, put together. Raises what `read_lines` does, and ValueError if there is no step in it."""
+    """All steps and requests of a log. Raises what `read_lines` does, and ValueError if there is no step in it."""
 
     def __init__(self, path: str | Path) -> None:
         self.steps: list[TimedStep] = []

@@ -178,7 +178,7 @@ def _lane(life: Life, scale: _Scale, top: float, last_us: int) -> Iterator[str]:
 
 
 def _bar(scale: _Scale, top: float, start_us: int, end_us: int, name: str, text: str) -> str:
-    """Waiting is thin, computing is thick, with a hair between one chunk and the next."""
+    """Waiting is a thin bar, computing a thick one, with a narrow gap between one chunk and the next."""
     x, right = scale.x(start_us), scale.x(end_us)
     is_thin = name in ("queue", "preempted")
     y, height = (top + _BAR / 2 - 1.5, 3) if is_thin else (top, _BAR)

@@ -130,6 +130,14 @@ def test_a_plot_without_matplotlib_names_the_extra(
     assert "--plot needs matplotlib: pip install 'mini-sglang[bench]'" in capsys.readouterr().err
 
 
+def test_a_load_without_aiohttp_names_the_extra() -> None:
+    code = "import sys\nsys.modules['aiohttp'] = None\nfrom mini_sglang.cli import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "bench", "serving", "--rate", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "mini-sglang: error: bench serving needs aiohttp: pip install 'mini-sglang[bench]'\n"
+
+
 def test_a_load_needs_neither_torch_nor_a_server_package(scripted_server: Start) -> None:
     code = (
         "import sys\n"

@@ -38,9 +38,8 @@ def test_figures_become_rows_with_medians_of_both_sides_and_of_the_ratios() -> N
     assert cpu.peer_rows({"peer": "that one 1.0", "workloads": {"w": {"tok/s": sides}}})[1:] == [
         ["w", "tok/s", "1.0", "2.0", "0.50"]
     ]
-    assert cpu.clients_rows({"own": [1.0, 2.0], "other": [3.0, 4.0]})[2] == ["other", "4 µs", "2.5"]
 
 
 def test_a_benchmark_names_the_packages_it_misses() -> None:
-    benchmark = cpu.Benchmark("x", ("x.py",), cpu.clients_rows, ("json", "no_such_package"))
+    benchmark = cpu.Benchmark("x", ("x.py",), cpu.peer_rows, ("json", "no_such_package"))
     assert benchmark.missing == ["no_such_package"]

@@ -60,9 +60,8 @@ def post_to(handle: Handler, times: int = 1, timeout_s: float = 10.0) -> tuple[l
 
     async def run() -> tuple[list[Exchange], int]:
         async with server(handle) as (url, connections):
-            client = HttpClient(url, timeout_s=timeout_s)
-            exchanges = [await client.post("/route", b"{}") for _ in range(times)]
-            client.close()
+            async with HttpClient(url, timeout_s=timeout_s) as client:
+                exchanges = [await client.post("/route", b"{}") for _ in range(times)]
             return exchanges, len(connections)
 
     return asyncio.run(run())
@@ -77,13 +76,12 @@ def test_one_connection_serves_requests_one_after_another() -> None:
 def test_requests_under_way_at_once_have_connections_of_their_own() -> None:
     async def run() -> int:
         async with server(answering(WHOLE)) as (url, connections):
-            client = HttpClient(url)
-            exchanges = await asyncio.gather(*(client.post("/", b"{}") for _ in range(5)))
-            client.close()
-            assert [exchange.error for exchange in exchanges] == [None] * 5
+            async with HttpClient(url) as client:
+                exchanges = await asyncio.gather(*(client.post("/", b"{}") for _ in range(150)))
+            assert [exchange.error for exchange in exchanges] == [None] * 150
             return len(connections)
 
-    assert asyncio.run(run()) == 5
+    assert asyncio.run(run()) == 150
 
 
 def test_a_request_is_sent_again_where_the_server_closed_the_connection_meanwhile() -> None:
@@ -104,21 +102,41 @@ def test_a_connection_that_the_server_means_to_close_is_not_used_again() -> None
 
 
 def test_the_request_is_what_was_asked_for() -> None:
-    async def run() -> bytes:
+    async def run() -> tuple[str, bytes]:
         seen: list[bytes] = []
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             seen.append(await read_request(reader))
             writer.write(WHOLE)
 
-        async with server(handle) as (url, _):
-            await HttpClient(f"{url}/prefix/", {"authorization": "Bearer x"}).post("/route", b'{"a": 1}')
-        return seen[0]
+        async with server(handle) as (url, _), HttpClient(f"{url}/prefix/", {"authorization": "Bearer x"}) as client:
+            await client.post("/route", b'{"a": 1}')
+        return url, seen[0]
 
-    request = asyncio.run(run())
-    assert request.startswith(b"POST /prefix/route HTTP/1.1\r\nhost: 127.0.0.1:")
-    assert b"\r\nauthorization: Bearer x\r\n" in request
-    assert request.endswith(b'content-length: 8\r\n\r\n{"a": 1}')
+    url, request = asyncio.run(run())
+    head, _, body = request.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    assert first == "POST /prefix/route HTTP/1.1"
+    assert {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)} == {
+        "host": url.removeprefix("http://"),
+        "accept": "*/*",
+        "authorization": "Bearer x",
+        "content-type": "application/json",
+        "content-length": "8",
+    }
+    assert body == b'{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 307 Temporary Redirect\r\nlocation: http://127.0.0.1:9/\r\ncontent-length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\nok",
+    ],
+)
+def test_an_answer_is_neither_followed_nor_decoded(answer: bytes) -> None:
+    [exchange], _ = post_to(answering(answer))
+    assert (exchange.status, exchange.body) == (int(answer.split()[1]), b"ok")
 
 
 def test_each_piece_has_the_time_it_came() -> None:
@@ -155,7 +173,8 @@ def test_a_refused_connection_is_named() -> None:
         port = unused.getsockname()[1]
 
     async def run() -> Exchange:
-        return await HttpClient(f"http://127.0.0.1:{port}").post("/", b"")
+        async with HttpClient(f"http://127.0.0.1:{port}") as client:
+            return await client.post("/", b"")
 
     assert asyncio.run(run()).error == "connect: Connection refused"
 

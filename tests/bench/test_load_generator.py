@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -30,12 +31,10 @@ def run(
     """The load, and by request when the server had read it and wrote each token, in the order of arrival."""
 
     async def both() -> tuple[Load, list[list[float]]]:
-        client = HttpClient(url)
-        generator = LoadGenerator(client, APIS["completions"], Sampling(), load, lambda sent, ended: None)
-        result = await how(generator)
-        record = msgspec.json.decode((await client.get("/record")).body)
-        client.close()
-        return result, record
+        async with HttpClient(url) as client:
+            generator = LoadGenerator(client, APIS["completions"], Sampling(), load, lambda sent, ended: None)
+            result = await how(generator)
+            return result, msgspec.json.decode((await client.get("/record")).body)
 
     return asyncio.run(both())
 
@@ -126,6 +125,34 @@ def test_what_fails_is_counted_by_kind_and_nowhere_else(scripted_server: Start) 
     assert figures.output_tokens.mean == 4
     assert figures.goodput == pytest.approx(figures.requests_per_second)
     assert figures.cached_share == 0.5
+
+
+def test_the_garbage_collector_rests_during_a_run_and_only_then(scripted_server: Start) -> None:
+    seen: list[bool] = []
+
+    def prompt() -> list[int]:
+        seen.append(gc.isenabled())
+        return [1]
+
+    run(scripted_server(ttft_ms=5), [LoadRequest(prompt, 1)] * 3, lambda generator: generator.at_concurrency(1))
+    assert (seen, gc.isenabled()) == ([False] * 3, True)
+
+
+def test_failures_do_not_pile_up_in_memory() -> None:
+    count, num_objects = 1400, []
+
+    def on_progress(sent: int, ended: int) -> None:
+        if ended in (1, count):
+            num_objects.append(len(gc.get_objects()))
+
+    async def fail() -> None:
+        async with HttpClient("http://127.0.0.1:9") as client:
+            generator = LoadGenerator(client, APIS["completions"], Sampling(), requests(count), on_progress)
+            await generator.at_concurrency(50)
+
+    asyncio.run(fail())
+    first, last = num_objects
+    assert last - first < 60 * count  # each leaves 80 and more, until they are collected
 
 
 def test_a_prompt_that_cannot_be_made_ends_the_run(scripted_server: Start) -> None:
