@@ -59,7 +59,7 @@ fuzz: setup
 	FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/server/test_schemathesis.py --timeout 1200 $(ARGS)
 
 bench: setup
-	$(BIN)/python benchmarks/cpu.py $(ARGS)
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

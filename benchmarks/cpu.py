@@ -1,11 +1,11 @@
 """The CPU set: every script behind a figure about CPUs, one after the other, and its table in docs/performance.md.
 
-    python benchmarks/cpu.py                                       # what `make bench` runs
-    python benchmarks/cpu.py --only transformers,accuracy
-    python benchmarks/cpu.py --llama-server PATH --vllm PATH       # with these peers
+    python -m benchmarks.cpu                                       # what `make bench` runs
+    python -m benchmarks.cpu --only transformers,accuracy
+    python -m benchmarks.cpu --llama-server PATH --vllm PATH       # with these peers
 
-Each script runs in a process of its own and leaves its figures in benchmarks/results/; the table made from them takes
-the place of what stands between the markers of its name. A benchmark whose peer is not there is left out, and said so.
+Each script runs in a process of its own. Its figures go to benchmarks/results with the machine, the versions and the
+day; tables.py makes the tables from there. A benchmark whose peer is not there is left out, and said so.
 """
 
 from __future__ import annotations
@@ -15,113 +15,67 @@ import datetime
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "performance.md"
-Rows = list[list[str]]  # the first one is the head
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script of this folder with its arguments, and how its figures become a table."""
+    """A script of this folder with its arguments."""
 
     name: str
     words: tuple[str, ...]
-    rows: Callable[[Any], Rows]
     packages: tuple[str, ...] = ()  # what is measured too, and need not be installed
 
     @property
     def missing(self) -> list[str]:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
-    def run(self) -> str:
-        """Measure, and return the table with its provenance. Raises CalledProcessError if the script fails."""
+    @property
+    def results(self) -> Path:
+        return tables.RESULTS / f"cpu-{self.name}.json"
+
+    def run(self) -> None:
+        """Measure, and keep the figures. Raises CalledProcessError if the script fails."""
         script, *arguments = self.words
-        out = RESULTS / f"cpu-{self.name}.json"
-        command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--json", str(out)]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "figures.json"
+            command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--json", str(out)]
+            subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+            figures = json.loads(out.read_text())
         said = " ".join(Path(word).name if "/" in word else word for word in self.words)
-        return f"{provenance()}, `python benchmarks/{said}`.\n\n{table(self.rows(json.loads(out.read_text())))}"
+        run = {**provenance(), "command": f"python benchmarks/{said}", "figures": figures}
+        self.results.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n")
 
 
-def transformers_rows(figures: Mapping[str, Any]) -> Rows:
-    """Of cpu_vs_transformers.py."""
-    rows = [["Weights", "Workload", "mini_sglang, tok/s", "transformers, tok/s", "ratio"]]
-    for weights, workloads in figures["formats"].items():
-        for workload, rates in workloads.items():
-            if workload != "overhead_ms":
-                rows.append([weights, workload, *_sides(rates["ours"], rates["transformers"])])
-    return rows
-
-
-def accuracy_rows(figures: Sequence[Mapping[str, Any]]) -> Rows:
-    """Of load_generator_accuracy.py."""
-    head = ["Requests/s", "worst error: TTFT", "ITL", "TPOT", "E2E", "CPU a request", "of a core", "late: p50", "p99"]
-    rows = [head]
-    for result in figures:
-        errors = [max(map(abs, result["errors"][f"{name}_ms"].values())) for name in ("ttft", "itl", "tpot", "e2e")]
-        late = [f"{result['late_ms'][part]:.1f} ms" for part in ("p50", "p99")]
-        cost = [f"{result['cpu_us_per_request']:.0f} µs", f"{result['cpu_share']:.1%}"]
-        rows.append([f"{result['rate']:g}", *(f"{error:.2%}" for error in errors), *cost, *late])
-    return rows
-
-
-def peer_rows(figures: Mapping[str, Any]) -> Rows:
-    """Of serving_vs_peers.py."""
-    rows = [["Workload", "", "mini_sglang", figures["peer"], "ratio"]]
-    for workload, by_figure in figures["workloads"].items():
-        for name, sides in by_figure.items():
-            rows.append([workload, name, *_sides(sides["ours"], sides["peer"])])
-    return rows
-
-
-def _sides(ours: Sequence[float], theirs: Sequence[float]) -> list[str]:
-    """Medians of both sides, and of the rounds' ratios."""
-    ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
-    return [f"{statistics.median(ours):.1f}", f"{statistics.median(theirs):.1f}", f"{ratio:.2f}"]
-
-
-def provenance() -> str:
+def provenance() -> dict[str, Any]:
     """Machine, versions and day."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = cpus[0].partition(": ")[2] if cpus else "CPU"
-    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("torch", "transformers"))
-    return f"{name}, {len(os.sched_getaffinity(0))} cores; {versions}; {datetime.date.today().isoformat()}"
-
-
-def table(rows: Rows) -> str:
-    """Markdown."""
-    head, *others = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
-
-
-def put(document: str, name: str, text: str) -> str:
-    """`document` with `text` between the markers of `name`. Raises ValueError if it has none."""
-    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-    before, found, rest = document.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found or not found_end:
-        raise ValueError(f"{DOCUMENT.name} has no place for {name}: it needs {begin.strip()} and {end}")
-    return f"{before}{begin}{text}\n{end}{after}"
+    return {
+        "machine": f"{name}, {len(os.sched_getaffinity(0))} cores",
+        "versions": {package: metadata.version(package) for package in ("torch", "transformers")},
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def benchmarks(llama_server: str | None = None, vllm: str | None = None) -> list[Benchmark]:
     peers = {"llama.cpp": llama_server, "vllm": vllm}
     return [
-        Benchmark("transformers", ("cpu_vs_transformers.py",), transformers_rows),
-        Benchmark("accuracy", ("load_generator_accuracy.py",), accuracy_rows, ("aiohttp",)),
+        Benchmark("transformers", ("cpu_vs_transformers.py",)),
+        Benchmark("accuracy", ("load_generator_accuracy.py",), ("aiohttp",)),
         *(
-            Benchmark(peer, ("serving_vs_peers.py", "--peer", peer, "--command", program), peer_rows, ("aiohttp",))
+            Benchmark(peer, ("serving_vs_peers.py", "--peer", peer, "--command", program), ("aiohttp",))
             for peer, program in peers.items()
             if program is not None
         ),
@@ -141,9 +95,9 @@ def main() -> None:
         if missing := found[name].missing:
             print(f"{name}: left out, since {' and '.join(missing)} is not installed")
             continue
-        text = found[name].run()
-        DOCUMENT.write_text(put(DOCUMENT.read_text(), name, text))
-        print(f"{name}: {DOCUMENT.relative_to(ROOT)} is up to date")
+        found[name].run()
+        tables.write()
+        print(f"{name}: {tables.DOCUMENT.relative_to(ROOT)} is up to date")
 
 
 if __name__ == "__main__":
