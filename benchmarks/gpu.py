@@ -5,7 +5,7 @@
 
 Each section adds its figures to the JSON as soon as it has them, beside what earlier calls left there, so the whole can
 be measured piece by piece. Models are random weights of the shapes in benchmarks/shapes. `--show` measures nothing and
-prints what the file holds.
+prints what the file holds; `python -m benchmarks.tables` puts what readers ask for into docs/performance.md.
 
     offline        256 sequences at once, better of two after a warm-up; profile and idle share of the device
     single         one stream, 964 tokens in and 724 out, better of two after a warm-up
