@@ -9,7 +9,6 @@ bytes that never becomes a character over and over.)
 from __future__ import annotations
 
 import codecs
-import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -51,14 +50,11 @@ class StopChecker:
     pieces makes no difference.
 
     The match that is complete first wins, and of those that end at the same character the longest. Held back is only
-    the longest end of the text that begins a stop string, found with the automaton of Knuth, Morris and Pratt (1977)
-    for each string: O(characters x strings), whatever the text repeats.
+    the longest end of the text that begins a stop string.
     """
 
     def __init__(self, stop: Sequence[str], include: bool = False) -> None:
-        self._stop = sorted(stop, key=len, reverse=True)
-        self._failures = [_failure_function(pattern) for pattern in self._stop]
-        self._matched_lengths = [0] * len(self._stop)  # per pattern: how much of it the text ends with
+        self._stop = stop
         self._include = include
         self._held = ""
         self.matched: str | None = None  # the stop string that ended the text
@@ -69,16 +65,13 @@ class StopChecker:
             return text
         if self.matched is not None:
             return ""
-        for index, character in enumerate(text):
-            pattern = self._advance(character)
-            if pattern is not None:
-                self.matched = pattern
-                end = len(self._held) + index + 1
-                visible = (self._held + text)[: end if self._include else end - len(pattern)]
-                self._held = ""
-                return visible
         text = self._held + text
-        num_visible = len(text) - max(self._matched_lengths)
+        found = [(start + len(stop), -len(stop), stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:
+            end, _, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._include else end - len(self.matched)]
+        num_visible = len(text) - max(partial_match(text, stop) for stop in self._stop)
         self._held = text[num_visible:]
         return text[:num_visible]
 
@@ -87,31 +80,13 @@ class StopChecker:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> str | None:
-        """Move every automaton by one character; the longest pattern that is now complete."""
-        complete = None
-        for index, pattern in enumerate(self._stop):
-            length = self._matched_lengths[index]
-            while length and pattern[length] != character:
-                length = self._failures[index][length - 1]
-            length += pattern[length] == character
-            if length == len(pattern) and complete is None:
-                complete = pattern
-            self._matched_lengths[index] = length
-        return complete
 
-
-@functools.lru_cache(maxsize=64)  # the choices of a request share their stop strings
-def _failure_function(pattern: str) -> list[int]:
-    """For each i: the length of the longest proper prefix of `pattern` that also ends pattern[:i + 1]."""
-    failure = [0] * len(pattern)
-    length = 0
-    for index in range(1, len(pattern)):
-        while length and pattern[length] != pattern[index]:
-            length = failure[length - 1]
-        length += pattern[length] == pattern[index]
-        failure[index] = length
-    return failure
+def partial_match(text: str, pattern: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `pattern`, but not all of it."""
+    start = text.find(pattern[0], max(0, len(text) - len(pattern) + 1))
+    while start >= 0 and not pattern.startswith(text[start:]):
+        start = text.find(pattern[0], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 class _Decoder(Protocol):
