@@ -18,7 +18,7 @@ from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.generation import Job, collect, encode_answer, make_chat_job, run_job
 from mini_sglang.server.openai.format import Json
-from mini_sglang.server.request_body import invalid_body, work_on_body
+from mini_sglang.server.request_body import client_errors, work_on_body
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.server.streaming import EventStream, named_event, while_connected
 
@@ -45,13 +45,11 @@ async def answer_conversation(
 ) -> Response:
     """The answer to `body`. Raises ApiError."""
     context = context_of(request)
-    try:
+    with client_errors(body.field_names):
         params, messages, template = await work_on_body(
             request, lambda: (body.sampling_params(), body.chat_messages(), body.template())
         )
-    except ValueError as error:
-        raise invalid_body(error).in_words(body.client_words) from None
-    job, plan = await make_chat_job(context, job_id, messages, template, params, body)
+        job, plan = await make_chat_job(context, job_id, messages, template, params, body)
     answer_format = make_format(job, plan)
     if body.stream:
         return EventStream(

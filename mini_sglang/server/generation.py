@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mini_sglang.errors import shorten
+from mini_sglang.errors import FieldError, shorten
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.model_format import AnswerPlan
 from mini_sglang.server.context import ServerContext
-from mini_sglang.server.errors import ApiError, in_words, invalid
+from mini_sglang.server.errors import ApiError, invalid
 from mini_sglang.server.openai.bodies import JobBody, Message, TemplateBody
 
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class Job:
     params: list[SamplingParams]  # one per choice
     cache_salt: str
     priority: int
-    client_words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the body
+    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the body
     is_only_echo: bool = False  # only the prompts are of interest: what is generated counts as nothing
 
     @property
@@ -72,21 +72,14 @@ def make_job(
     body: JobBody,
     n: int = 1,
     *,
-    field: str = "prompt",
     is_only_echo: bool = False,
 ) -> Job:
-    """Check parameters and prompts, which the body's `field` gave, against the engine's limits.
-
-    Raises ApiError 400.
-    """
+    """Check parameters and prompts against the engine's limits. Raises FieldError."""
     info = context.engine.info
     num_choices = len(prompts) * n
-    try:
-        params.validate(info.vocab_size)
-        for prompt_ids in prompts:
-            check_prompt(prompt_ids, info, field)
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
+    params.validate(info.vocab_size)
+    for prompt_ids in prompts:
+        check_prompt(prompt_ids, info)
     choice_params = [
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
         for choice in range(num_choices)
@@ -98,50 +91,44 @@ def make_job(
         choice_params,
         body.cache_salt or "",
         body.priority,
-        client_words=body.client_words,
+        field_names=body.field_names,
         is_only_echo=is_only_echo,
     )
 
 
-def check_prompt(prompt_ids: list[int], info: EngineInfo, field: str) -> None:
-    """Raise ValueError, with the count and the limit, for a prompt that the engine can never serve.
-
-    `field` is the one that the prompt came from.
-    """
+def check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
+    """Raise FieldError, with the count and the limit, for a prompt that the engine can never serve."""
     if not prompt_ids:
-        raise ValueError(f"{field} must hold at least one token, got none")
-    _check_length(len(prompt_ids), info, f"{field} has")
+        raise FieldError("prompt", "must hold at least one token, got none")
+    _check_length("prompt", f"{len(prompt_ids)}", len(prompt_ids), info)
     if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
         bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size)
-        raise ValueError(f"{field} token ids must be between 0 and {info.vocab_size - 1}, got {shorten(bad)}")
+        raise FieldError("prompt", f"token ids must be between 0 and {info.vocab_size - 1}, got {shorten(bad)}")
 
 
-def _check_length(count: int, info: EngineInfo, so_many: str) -> None:
-    """Raise ValueError, which opens with the words `so_many`, if a prompt of `count` tokens can never be served."""
-    if count >= info.context_length:
-        raise ValueError(
-            f"{so_many} {count} tokens, but the context holds {info.context_length} for prompt and answer together"
+def _check_length(field: str, length: str, num_tokens: int, info: EngineInfo) -> None:
+    """Raise FieldError, which calls `num_tokens` `length`, if a prompt of that many tokens can never be served."""
+    if num_tokens >= info.context_length:
+        problem = f"has {length} tokens, but the context holds {info.context_length} for prompt and answer together"
+        raise FieldError(field, problem)
+    if num_tokens > info.max_prompt_tokens:
+        raise FieldError(
+            field,
+            f"has {length} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
+            f"{info.max_prompt_tokens}",
         )
-    if count > info.max_prompt_tokens:
-        raise ValueError(
-            f"{so_many} {count} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
-            f"{info.max_prompt_tokens}"
-        )
 
 
-def _check_text_length(context: ServerContext, texts: Sequence[str], field: str, at_least: int = 0) -> None:
-    """Refuse what is certainly too long before any time goes into tokenising it. Raises ApiError 400.
+def _check_text_length(context: ServerContext, field: str, texts: Sequence[str], at_least: int = 0) -> None:
+    """Refuse what is certainly too long before any time goes into tokenising it. Raises FieldError.
 
-    `texts` are parts of one prompt, which has `at_least` so many tokens for another reason.
+    `texts` are parts of one prompt, which `field` gave and which has `at_least` this many tokens for another reason.
     """
     num_bytes = sum(len(text.encode()) for text in texts)
     info = context.engine.info
-    if max(num_bytes, at_least) <= info.max_prompt_tokens:  # a token takes at least a byte
-        return
-    try:
-        _check_length(max(context.tokenizer.min_tokens(num_bytes), at_least), info, f"{field} has at least")
-    except ValueError as error:
-        raise invalid(error) from None
+    if max(num_bytes, at_least) > info.max_prompt_tokens:  # a token takes at least a byte
+        num_tokens = max(context.tokenizer.min_tokens(num_bytes), at_least)
+        _check_length(field, f"at least {num_tokens}", num_tokens, info)
 
 
 def _params_of_choice(params: SamplingParams, choice: int, room: int, vocab_size: int) -> SamplingParams:
@@ -159,18 +146,17 @@ async def encode_prompts(
     *,
     n: int = 1,
     add_special_tokens: bool = True,
-    field: str = "prompt",
 ) -> list[list[int]]:
-    """Token ids of each prompt, which the body's `field` gave; those given as ids stay as they are.
+    """Token ids of each prompt; those given as ids stay as they are.
 
-    Raises ApiError 400 for more prompts, each with `n` choices, or longer texts than can be served.
+    Raises FieldError for more prompts, each with `n` choices, or longer texts than can be served.
     """
-    if len(prompts) * n > MAX_CHOICES_PER_REQUEST:
-        message = f"{field} and n ask for {len(prompts) * n} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
-        raise ApiError(400, message, param=field, code="invalid_value")
+    if (num_choices := len(prompts) * n) > MAX_CHOICES_PER_REQUEST:
+        problem = f"and n ask for {num_choices} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
+        raise FieldError("prompt", problem)
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text_length(context, [prompt], field)
+            _check_text_length(context, "prompt", [prompt])
 
     def encode() -> list[list[int]]:
         return [
@@ -182,13 +168,13 @@ async def encode_prompts(
 
 
 async def encode_messages(context: ServerContext, messages: list[Message], body: TemplateBody) -> list[int]:
-    """Token ids of a conversation with tools, as the chat template writes it. Raises ApiError 400 if it refuses."""
+    """Token ids of a conversation with tools, as the chat template writes it. Raises FieldError if it refuses."""
 
     def encode() -> list[int]:
         # of earlier answers, templates may leave out thoughts
         texts = [message.content or "" for message in messages if message.role != "assistant"]
         texts += [str(tool.for_template()) for tool in body.offered_tools]
-        _check_text_length(context, texts, "messages", at_least=len(messages))
+        _check_text_length(context, "messages", texts, at_least=len(messages))
         return context.dialect.render(messages, body)
 
     size = len(messages) * _MESSAGE_CHARACTERS
@@ -197,10 +183,8 @@ async def encode_messages(context: ServerContext, messages: list[Message], body:
             size += sum(message.num_characters for message in messages)
             size += sum(tool.num_characters for tool in body.offered_tools)
         return await off_loop(size, encode)
-    except ValueError as error:
-        raise invalid(error) from None
     except RecursionError:
-        raise invalid(ValueError("messages or tools are nested too deeply")) from None
+        raise FieldError("messages", "or tools are nested too deeply", "tools") from None
 
 
 async def make_chat_job(
@@ -212,12 +196,10 @@ async def make_chat_job(
     body: JobBody,
     n: int = 1,
 ) -> tuple[Job, AnswerPlan]:
-    """The work for a conversation, and what its answers may consist of. Raises ApiError 400."""
-    with in_words(body.client_words):
-        prompt_ids = await encode_messages(context, messages, template)
-        plan = context.dialect.plan(template, messages, prompt_ids)
-        constrained = plan.constrain(params)
-    return make_job(context, job_id, [prompt_ids], constrained, body, n, field="messages"), plan
+    """The work for a conversation, and what its answers may consist of. Raises FieldError."""
+    prompt_ids = await encode_messages(context, messages, template)
+    plan = context.dialect.plan(template, messages, prompt_ids)
+    return make_job(context, job_id, [prompt_ids], plan.constrain(params), body, n), plan
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
@@ -237,7 +219,7 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
     a choice fails; EngineDeadError if the engine ends.
     """
-    with in_words(job.client_words), _registered(context, job):
+    with _registered(context, job):
         if job.num_choices == 1:
             async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
                 async for output in outputs:
@@ -255,7 +237,8 @@ def _registered(context: ServerContext, job: Job) -> Iterator[None]:
     Raises ApiError 400 if the id is taken, 429 if the queue has no room.
     """
     if job.id in context.jobs or job.id in context.engine.request_ids:
-        raise ApiError(400, f"request_id {shorten(job.id)} is in use by a request under way", param="request_id")
+        in_use = FieldError("request_id", f"{shorten(job.id)} is in use by a request under way")
+        raise invalid(in_use, job.field_names, code=None)
     limit = context.engine.info.max_running_requests + context.config.max_waiting_requests
     if sum(map(len, context.jobs.values())) + job.num_choices > limit:
         raise ApiError(429, f"the queue is full: the server takes at most {limit} requests at once", code="queue_full")
@@ -308,11 +291,12 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
-                    message = output.error or "the engine could not go on with this request"
-                    raise ApiError(400 if output.error_param else 500, message, param=output.error_param)
+                    if output.field_error is not None:
+                        raise invalid(output.field_error, job.field_names, code=None)
+                    raise ApiError(500, output.error or "the engine could not go on with this request")
                 yield _without_answer(output) if job.is_only_echo else output
-    except ValueError as error:
-        raise invalid(error) from error
+    except FieldError as error:
+        raise invalid(error, job.field_names) from error
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:

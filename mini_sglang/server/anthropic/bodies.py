@@ -36,7 +36,6 @@ from mini_sglang.server.openai.bodies import (
     at_most,
     join_runs,
     must_be_off,
-    schema_format,
     to_sampling_params,
 )
 
@@ -152,6 +151,9 @@ class OutputFormat(Body):
     type: Literal["json_schema"]
     json_schema: JsonObject = Field(alias="schema")
 
+    def for_chat(self) -> JsonObject:
+        return {"type": self.type, "json_schema": {"schema": self.json_schema}}
+
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
@@ -188,7 +190,7 @@ class PromptBody(Body):
     def template(self) -> TemplateBody:
         """How the messages become a prompt: a last message of the assistant is the beginning of the answer.
 
-        Raises ValueError, naming the field, if tools and choice do not fit.
+        Raises ValidationError if tools and choice do not fit.
         """
         thinks = self.thinking is not None and self.thinking.type == "adaptive"
         last = self.messages[-1]
@@ -232,18 +234,18 @@ class MessagesBody(PromptBody, SamplingBody):
     context_management: Off = None
 
     @property
-    def client_words(self) -> Mapping[str, str]:
-        return {"response_format": "output_config.format", "stop": "stop_sequences"}
+    def field_names(self) -> Mapping[str, str]:
+        return {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
     def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+        """Raises FieldError if a value is out of range."""
         body = self.model_copy(update={"stop": self.stop_sequences})
         wanted = None if self.output_config is None else self.output_config.format
         return to_sampling_params(
             body,
             max_tokens=self.max_tokens,
             logprobs=None,
-            response_format=None if wanted is None else schema_format(wanted.json_schema, "output_config.format"),
+            response_format=None if wanted is None else wanted.for_chat(),
         )
 
 

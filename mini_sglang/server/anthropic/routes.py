@@ -16,7 +16,7 @@ from mini_sglang.server.context import context_of
 from mini_sglang.server.conversation import answer_conversation
 from mini_sglang.server.errors import ClientDisconnected, as_api_error, error_response
 from mini_sglang.server.generation import Job, encode_messages
-from mini_sglang.server.request_body import invalid_body, read_body, takes, work_on_body
+from mini_sglang.server.request_body import client_errors, read_body, takes, work_on_body
 
 
 class _Route(APIRoute):
@@ -60,8 +60,6 @@ async def count_tokens(request: Request) -> Json:
     context = context_of(request)
     body = await read_body(request, CountTokensBody)
     context.check_model(body.model)
-    try:
+    with client_errors({}):
         conversation, template = await work_on_body(request, lambda: (body.chat_messages(), body.template()))
-    except ValueError as error:
-        raise invalid_body(error) from None
-    return {"input_tokens": len(await encode_messages(context, conversation, template))}
+        return {"input_tokens": len(await encode_messages(context, conversation, template))}

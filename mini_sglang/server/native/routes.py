@@ -19,7 +19,7 @@ from mini_sglang.ipc.async_engine import EngineDeadError
 from mini_sglang.outputs import RequestOutput, TokenLogprobs
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.server.errors import ApiError
 from mini_sglang.server.generation import (
     Job,
     collect,
@@ -64,10 +64,7 @@ async def generate(request: Request) -> Response:
     if not SGLANG_FIELDS.isdisjoint(fields):
         return await sglang_routes.generate(request, check_body(fields, SglangBody))
     body = check_body(fields, GenerateBody)
-    try:
-        params, prompt = body.sampling_params(), parse_prompt(body.prompt)
-    except ValueError as error:
-        raise invalid(error) from None
+    params, prompt = body.sampling_params(), parse_prompt(body.prompt)
     request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
     job = make_job(context, request_id, await encode_prompts(context, [prompt]), params, body)
     if body.stream:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from mini_sglang.errors import shorten
+from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import (
     MAX_GRAMMAR_CHOICES,
     MAX_GRAMMAR_LENGTH,
@@ -115,8 +115,8 @@ class JobBody(Body):
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
 
     @property
-    def client_words(self) -> Mapping[str, str]:
-        """The body's names of fields, by those in the errors of everything behind it, where they differ."""
+    def field_names(self) -> Mapping[str, str]:
+        """The body's names of fields by the engine's, where they differ."""
         return {}
 
 
@@ -146,13 +146,13 @@ class SamplingBody(JobBody):
     choice: GrammarChoices | None = None
 
 
-def schema_format(schema: Any, wanted: str) -> JsonObject:
-    """A JSON schema, or its text, as `response_format`. Raises ValueError, opening with `wanted`, for other text."""
+def schema_format(schema: JsonObject | str, field: str, expected: str) -> JsonObject:
+    """A JSON schema, or its text, as `response_format`. Raises FieldError for other text: `field` must `expected`."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"{wanted}: {error}") from None
+            raise FieldError(field, f"must {expected}: {error}") from None
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
@@ -166,26 +166,26 @@ class StructuredOutputs(Body):
     choice: GrammarChoices | None = None
 
     def as_sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that say the same. Raises ValueError."""
+        """The fields of SamplingParams that say the same. Raises FieldError."""
         fields: dict[str, Any] = {"regex": self.regex, "ebnf": self.grammar, "choice": self.choice}
         if self.json_object:
             fields["response_format"] = {"type": "json_object"}
         if self.json_schema is not None:
-            wanted = "structured_outputs must hold a schema, or its text, as json"
-            fields["response_format"] = schema_format(self.json_schema, wanted)
+            expected = "hold a schema, or its text, as json"
+            fields["response_format"] = schema_format(self.json_schema, "structured_outputs", expected)
             if self.json_object:
-                raise ValueError("structured_outputs must not hold both json and json_object")
+                raise FieldError("structured_outputs", "must not hold both json and json_object")
         return {name: value for name, value in fields.items() if value is not None}
 
     @property
-    def client_words(self) -> dict[str, str]:
+    def field_names(self) -> Mapping[str, str]:
         """The body's names of the fields that `as_sampling` gives."""
-        words = {}
+        names = {}
         if self.grammar is not None:
-            words["ebnf"] = "structured_outputs.grammar"
+            names["ebnf"] = "structured_outputs.grammar"
         if self.json_schema is not None or self.json_object:
-            words["response_format"] = f"structured_outputs.{'json_object' if self.json_object else 'json'}"
-        return words
+            names["response_format"] = f"structured_outputs.{'json_object' if self.json_object else 'json'}"
+        return names
 
 
 class StreamOptions(Body):
@@ -216,18 +216,18 @@ class OpenAIBody(SamplingBody):
     @model_validator(mode="after")
     def _one_name_for_kept_stop_strings(self) -> Self:
         if self.no_stop_trim is not None and self.include_stop_str_in_output is not None:
-            raise ValueError("no_stop_trim and include_stop_str_in_output are two names of one field: give one")
+            raise FieldError("no_stop_trim", "and include_stop_str_in_output are two names of one field: give one")
         return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream")
+            raise FieldError("stream_options", "is only allowed with stream")
         return self
 
     @property
-    def client_words(self) -> Mapping[str, str]:
-        return {} if self.structured_outputs is None else self.structured_outputs.client_words
+    def field_names(self) -> Mapping[str, str]:
+        return {} if self.structured_outputs is None else self.structured_outputs.field_names
 
     @property
     def num_choices(self) -> int:
@@ -398,10 +398,10 @@ class TemplateBody(Body):
     @model_validator(mode="after")
     def _one_way_to_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message cannot be combined with add_generation_prompt")
+            raise FieldError("continue_final_message", "cannot be combined with add_generation_prompt")
         for name in self.chat_template_kwargs or ():
             if name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-                raise ValueError(f"chat_template_kwargs must not hold {name}")
+                raise FieldError("chat_template_kwargs", f"must not hold {name}")
         return self
 
     @model_validator(mode="after")
@@ -409,11 +409,11 @@ class TemplateBody(Body):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             twice = next(name for index, name in enumerate(names) if name in names[:index])
-            raise ValueError(f"tools must have different names, got {twice} twice")
+            raise FieldError("tools", f"must have different names, got {twice} twice")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice required needs tools to choose from")
+            raise FieldError("tool_choice", "required needs tools to choose from")
         if self.named_tool is not None and self.named_tool not in names:
-            raise ValueError(f"tool_choice names {shorten(self.named_tool)}, which is not among the tools")
+            raise FieldError("tool_choice", f"names {shorten(self.named_tool)}, which is not among the tools")
         return self
 
     @property
@@ -463,11 +463,16 @@ class ChatBody(OpenAIBody, TemplateBody):
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed with logprobs")
+            raise FieldError("top_logprobs", "is only allowed with logprobs")
         return self
 
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        names = {"prompt": "messages", **super().field_names}
+        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+
     def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+        """Raises FieldError if a value is out of range."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return to_sampling_params(
             self,
@@ -491,11 +496,11 @@ class CompletionBody(OpenAIBody):
     @model_validator(mode="after")
     def _no_best_of(self) -> Self:
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise ValueError(f"best_of is not supported unless it equals n, got {self.best_of}")
+            raise FieldError("best_of", f"is not supported unless it equals n, got {self.best_of}")
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+        """Raises FieldError if a value is out of range."""
         return to_sampling_params(
             self,
             max_tokens=1 if self.is_only_echo else _limit(self, DEFAULT_COMPLETION_TOKENS),
@@ -523,11 +528,11 @@ class GenerateBody(SamplingBody):
     @model_validator(mode="after")
     def _one_penalty(self) -> Self:
         if self.rep_penalty is not None and self.repetition_penalty is not None:
-            raise ValueError("rep_penalty and repetition_penalty are two names of one field: give one")
+            raise FieldError("rep_penalty", "and repetition_penalty are two names of one field: give one")
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+        """Raises FieldError if a value is out of range."""
         limit = _limit(self, DEFAULT_GENERATE_TOKENS)
         body = self if self.rep_penalty is None else self.model_copy(update={"repetition_penalty": self.rep_penalty})
         return to_sampling_params(body, max_tokens=limit, logprobs=self.logprobs, response_format=self.response_format)
@@ -544,7 +549,7 @@ class TokenizeBody(TemplateBody):
     @model_validator(mode="after")
     def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt or messages is required, and only one of them")
+            raise FieldError("prompt", "or messages is required, and only one of them")
         return self
 
 
@@ -608,7 +613,7 @@ def to_sampling_params(
 ) -> SamplingParams:
     """The sampling parameters that a body asks for; what it leaves out keeps the engine's default.
 
-    Raises ValueError, naming the field, if a value is out of range.
+    Raises FieldError if a value is out of range.
     """
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if isinstance(body, OpenAIBody) and body.no_stop_trim is not None:
@@ -618,7 +623,7 @@ def to_sampling_params(
     if structured_outputs is not None:
         grammar = structured_outputs.as_sampling()
         if both := given.keys() & grammar.keys():
-            raise ValueError(f"structured_outputs cannot be combined with {min(both)}")
+            raise FieldError("structured_outputs", f"cannot be combined with {min(both)}")
         given |= grammar
     bias = parse_logit_bias(body.logit_bias or {})
     params = SamplingParams(
@@ -632,32 +637,32 @@ def parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings; these must be token ids."""
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise ValueError(f"logit_bias must map token ids to numbers, got the key {shorten(key, 20)}")
+            raise FieldError("logit_bias", f"must map token ids to numbers, got the key {shorten(key, 20)}")
     return {int(key): value for key, value in bias.items()}
 
 
-def parse_prompts(value: Any, field: str = "prompt") -> list[str | list[int]]:
-    """The prompts of a completions request, in order. Raises ValueError, naming the field."""
+def parse_prompts(value: Any) -> list[str | list[int]]:
+    """The prompts of a completions request, in order. Raises FieldError."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise ValueError(f"{field} must be a string or a list, got {type(value).__name__}")
+        raise FieldError("prompt", f"must be a string or a list, got {type(value).__name__}")
     if not value:
-        raise ValueError(f"{field} must not be an empty list")
+        raise FieldError("prompt", "must not be an empty list")
     if isinstance(value[0], (str, list)):
-        return [parse_prompt(item, field) for item in value]
-    return [parse_prompt(value, field)]
+        return [parse_prompt(item) for item in value]
+    return [parse_prompt(value)]
 
 
-def parse_prompt(value: Any, field: str = "prompt") -> str | list[int]:
-    """One prompt: text or token ids. Raises ValueError, naming the field."""
+def parse_prompt(value: Any) -> str | list[int]:
+    """One prompt: text or token ids. Raises FieldError."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError(f"{field} must be a string or a list of token ids, got {type(value).__name__}")
+        raise FieldError("prompt", f"must be a string or a list of token ids, got {type(value).__name__}")
     if len(value) > MAX_TOKEN_IDS:
-        raise ValueError(f"{field} may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
+        raise FieldError("prompt", f"may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
     for item in value:
         if type(item) is not int:
-            raise ValueError(f"{field} must hold token ids only, got {shorten(item)} among them")
+            raise FieldError("prompt", f"must hold token ids only, got {shorten(item)} among them")
     return value

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request, Response
 
 from mini_sglang.outputs import RequestOutput, Usage
 from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.errors import invalid
 from mini_sglang.server.generation import (
     Job,
     collect,
@@ -27,7 +26,7 @@ from mini_sglang.server.generation import (
 )
 from mini_sglang.server.openai.bodies import ChatBody, CompletionBody, OpenAIBody, parse_prompts
 from mini_sglang.server.openai.format import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope, Json
-from mini_sglang.server.request_body import read_body, takes
+from mini_sglang.server.request_body import client_errors, read_body, takes
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -39,12 +38,10 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, ChatBody)
     context.check_model(body.model)
-    try:
-        params = body.sampling_params()
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job, plan = await make_chat_job(context, job_id, body.messages, body, params, body, body.num_choices)
+    with client_errors(body.field_names):
+        params = body.sampling_params()
+        job, plan = await make_chat_job(context, job_id, body.messages, body, params, body, body.num_choices)
     return await _answer(request, context, body, job, ChatFormat(context.tokenizer, plan))
 
 
@@ -54,20 +51,11 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, CompletionBody)
     context.check_model(body.model)
-    try:
+    job_id, n = f"cmpl-{uuid.uuid4().hex}", body.num_choices
+    with client_errors(body.field_names):
         params, prompts = body.sampling_params(), parse_prompts(body.prompt)
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
-    prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
-    job = make_job(
-        context,
-        f"cmpl-{uuid.uuid4().hex}",
-        prompt_ids,
-        params,
-        body,
-        body.num_choices,
-        is_only_echo=body.is_only_echo,
-    )
+        prompt_ids = await encode_prompts(context, prompts, n=n)
+        job = make_job(context, job_id, prompt_ids, params, body, n, is_only_echo=body.is_only_echo)
     echoes = [
         EchoedPrompt(prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt, False), token_ids)
         for prompt, token_ids in zip(prompts, prompt_ids, strict=True)

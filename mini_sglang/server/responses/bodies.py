@@ -231,8 +231,9 @@ class ResponsesBody(SamplingBody):
     moderation: Off = None
 
     @property
-    def client_words(self) -> Mapping[str, str]:
+    def field_names(self) -> Mapping[str, str]:
         return {
+            "prompt": "input",
             "messages": "input",
             "response_format": "text.format",
             "max_tokens": "max_output_tokens",
@@ -245,7 +246,7 @@ class ResponsesBody(SamplingBody):
         return instructions + join_runs(map(_chat_message_of, self.input), ("assistant",))
 
     def template(self) -> TemplateBody:
-        """How the messages become a prompt. Raises ValueError, naming the field, if tools and choice do not fit."""
+        """How the messages become a prompt. Raises ValidationError if tools and choice do not fit."""
         choice = self.tool_choice
         return TemplateBody(
             chat_template_kwargs=self.chat_template_kwargs,
@@ -256,7 +257,7 @@ class ResponsesBody(SamplingBody):
         )
 
     def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+        """Raises FieldError if a value is out of range."""
         wants_logprobs = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
         logprobs = (self.top_logprobs or 0) if wants_logprobs else None
         wanted = None if self.text is None else self.text.format

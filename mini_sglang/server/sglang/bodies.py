@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mini_sglang.errors import FieldError
 from mini_sglang.sampling_params import MAX_LOGPROBS, SamplingParams
 from mini_sglang.server.openai.bodies import (
     MAX_CHOICES,
@@ -83,8 +84,9 @@ _NAMES = {  # SamplingParams' by SGLang's
     "regex": "regex",
     "ebnf": "ebnf",
 }
-_CLIENT_WORDS = {
+_FIELD_NAMES = {
     **{name: sglang_name for sglang_name, name in _NAMES.items()},
+    "max_tokens": "max_new_tokens",
     "response_format": "json_schema",
     "request_id": "rid",
 }
@@ -129,17 +131,12 @@ class SglangBody(JobBody):
     @model_validator(mode="after")
     def _one_input(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
-            raise ValueError("text or input_ids is required, and only one of them")
+            raise FieldError("text", "or input_ids is required, and only one of them")
         return self
 
     @property
-    def client_words(self) -> Mapping[str, str]:
-        return _CLIENT_WORDS
-
-    @property
-    def field(self) -> str:
-        """Where the prompts come from."""
-        return "text" if self.text is not None else "input_ids"
+    def field_names(self) -> Mapping[str, str]:
+        return {**_FIELD_NAMES, "prompt": "text" if self.text is not None else "input_ids"}
 
     @property
     def sampling(self) -> SglangSampling:
@@ -168,21 +165,21 @@ class SglangBody(JobBody):
         return start if self.return_logprob and start is not None and start >= 0 else None
 
     def prompts(self) -> list[str | list[int]]:
-        """Raises ValueError, naming the field."""
+        """Raises FieldError."""
         value = self.text if self.text is not None else self.input_ids
-        prompts = parse_prompts(value, self.field)
+        prompts = parse_prompts(value)
         wanted = str if self.text is not None else list
         if not all(isinstance(prompt, wanted) for prompt in prompts):
             kind = "strings" if self.text is not None else "token ids"
-            raise ValueError(f"{self.field} must hold {kind} only")
+            raise FieldError("prompt", f"must hold {kind} only")
         return prompts
 
     def to_sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+        """Raises FieldError if a value is out of range."""
         sampling = self.sampling
         given = {_NAMES[name]: value for name in _NAMES if (value := getattr(sampling, name)) is not None}
         if sampling.json_schema is not None:
-            given["response_format"] = schema_format(sampling.json_schema, "json_schema must be JSON text")
+            given["response_format"] = schema_format(sampling.json_schema, "json_schema", "be JSON text")
         alternatives = self.top_logprobs_num or 0
         params = SamplingParams(
             max_tokens=1 if self.is_only_echo else sampling.max_new_tokens,

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request, Response
 
 from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.errors import invalid
 from mini_sglang.server.generation import Job, collect, encode_answer, encode_prompts, make_job, off_loop, run_job
+from mini_sglang.server.request_body import client_errors
 from mini_sglang.server.sglang.bodies import SglangBody
 from mini_sglang.server.sglang.format import Json, SglangFormat
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
@@ -39,21 +39,11 @@ async def generate(request: Request, body: SglangBody) -> Response:
     """POST /generate with a body of this kind."""
     context = context_of(request)
     context.check_model(body.model)
-    try:
+    job_id, n = body.rid or uuid.uuid4().hex, body.num_choices
+    with client_errors(body.field_names):
         params, prompts = body.to_sampling_params(), body.prompts()
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
-    prompt_ids = await encode_prompts(context, prompts, n=body.num_choices, field=body.field)
-    job = make_job(
-        context,
-        body.rid or uuid.uuid4().hex,
-        prompt_ids,
-        params,
-        body,
-        body.num_choices,
-        field=body.field,
-        is_only_echo=body.is_only_echo,
-    )
+        prompt_ids = await encode_prompts(context, prompts, n=n)
+        job = make_job(context, job_id, prompt_ids, params, body, n, is_only_echo=body.is_only_echo)
     answer_format = SglangFormat(job, body, context.tokenizer)
     if body.stream:
         return EventStream(_events(context, job, answer_format))
