@@ -14,10 +14,10 @@ from fastapi import Request, Response
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.server.answers.model_format import AnswerPlan
 from mini_sglang.server.anthropic.bodies import MessagesBody
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError
-from mini_sglang.server.generation import Job, collect, encode_answer, make_chat_job, run_job
-from mini_sglang.server.openai.format import Json
+from mini_sglang.server.generation import Job, collect, encode_answer, make_chat_job, run_job, to_sampling_params
 from mini_sglang.server.request_body import client_errors, work_on_body
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.server.streaming import EventStream, named_event, while_connected
@@ -47,7 +47,7 @@ async def answer_conversation(
     context = context_of(request)
     with client_errors(body.field_names):
         params, messages, template = await work_on_body(
-            request, lambda: (body.sampling_params(), body.chat_messages(), body.template())
+            request, lambda: (to_sampling_params(body.sampling_fields()), body.chat_messages(), body.template())
         )
         job, plan = await make_chat_job(context, job_id, messages, template, params, body)
     answer_format = make_format(job, plan)

@@ -19,9 +19,9 @@ from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody, Json, Message, TemplateBody
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
-from mini_sglang.server.openai.bodies import JobBody, Message, TemplateBody
 
 Result = TypeVar("Result")
 
@@ -64,25 +64,66 @@ class Job:
         return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
 
 
+def to_sampling_params(fields: Json) -> SamplingParams:
+    """The sampling parameters with these fields; those that are None keep their defaults. Raises FieldError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
+    params = SamplingParams(**given)
+    params.validate()
+    return params
+
+
+def _parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings; these must be token ids."""
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise FieldError("logit_bias", f"must map token ids to numbers, got the key {shorten(key, 20)}")
+    return {int(key): value for key, value in bias.items()}
+
+
+def parse_prompts(value: Any) -> list[str | list[int]]:
+    """The prompts of a completions request, in order. Raises FieldError."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise FieldError("prompt", f"must be a string or a list, got {type(value).__name__}")
+    if not value:
+        raise FieldError("prompt", "must not be an empty list")
+    if isinstance(value[0], (str, list)):
+        return [parse_prompt(item) for item in value]
+    return [parse_prompt(value)]
+
+
+def parse_prompt(value: Any) -> str | list[int]:
+    """One prompt: text or token ids. Raises FieldError."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise FieldError("prompt", f"must be a string or a list of token ids, got {type(value).__name__}")
+    if len(value) > MAX_TOKEN_IDS:
+        raise FieldError("prompt", f"may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
+    for item in value:
+        if type(item) is not int:
+            raise FieldError("prompt", f"must hold token ids only, got {shorten(item)} among them")
+    return value
+
+
 def make_job(
     context: ServerContext,
     job_id: str,
     prompts: list[list[int]],
     params: SamplingParams,
     body: JobBody,
-    n: int = 1,
-    *,
-    is_only_echo: bool = False,
 ) -> Job:
     """Check parameters and prompts against the engine's limits. Raises FieldError."""
-    info = context.engine.info
-    num_choices = len(prompts) * n
+    info, n = context.engine.info, body.num_choices
     params.validate(info.vocab_size)
     for prompt_ids in prompts:
         check_prompt(prompt_ids, info)
     choice_params = [
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
-        for choice in range(num_choices)
+        for choice in range(len(prompts) * n)
     ]
     return Job(
         job_id,
@@ -92,7 +133,7 @@ def make_job(
         body.cache_salt or "",
         body.priority,
         field_names=body.field_names,
-        is_only_echo=is_only_echo,
+        is_only_echo=body.is_only_echo,
     )
 
 
@@ -194,12 +235,11 @@ async def make_chat_job(
     template: TemplateBody,
     params: SamplingParams,
     body: JobBody,
-    n: int = 1,
 ) -> tuple[Job, AnswerPlan]:
     """The work for a conversation, and what its answers may consist of. Raises FieldError."""
     prompt_ids = await encode_messages(context, messages, template)
     plan = context.dialect.plan(template, messages, prompt_ids)
-    return make_job(context, job_id, [prompt_ids], plan.constrain(params), body, n), plan
+    return make_job(context, job_id, [prompt_ids], plan.constrain(params), body), plan
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from mini_sglang.errors import FieldError, shorten
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 
@@ -30,7 +31,7 @@ _MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
 SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def takes(*models: type[BaseModel], required: bool = True) -> dict[str, Any]:
+def takes(*models: type[BaseModel], required: bool = True) -> Json:
     """`openapi_extra` of a route that reads its body as one of these."""
     schemas = [{"$ref": SCHEMA_REF.format(model=model.__name__)} for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -50,7 +51,7 @@ async def work_on_body(request: Request, work: Callable[[], Result]) -> Result:
     return work() if is_small else await asyncio.to_thread(work)
 
 
-async def read_object(request: Request) -> dict[str, Any]:
+async def read_object(request: Request) -> Json:
     """The request's body as a JSON object whose fields nobody has looked at. Raises what `read_body` does."""
     context = context_of(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -63,7 +64,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     return decode_object(data)
 
 
-def decode_object(data: bytes) -> dict[str, Any]:
+def decode_object(data: bytes) -> Json:
     """Decode a JSON body that must be an object. Raises ApiError 400."""
     value = _decode(data)
     if not isinstance(value, dict):
@@ -71,7 +72,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def check_body(value: dict[str, Any], model: type[Body]) -> Body:
+def check_body(value: Json, model: type[Body]) -> Body:
     """A JSON object as `model`. Raises ApiError 400."""
     for name in value:
         if name not in model.model_fields:

@@ -15,6 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError, ClientDisconnected, as_api_error
 
 Result = TypeVar("Result")
@@ -29,7 +30,7 @@ def event(value: Any) -> bytes:
     return b"data: " + _encode_json(value) + b"\n\n"
 
 
-def named_event(value: dict[str, Any]) -> bytes:
+def named_event(value: Json) -> bytes:
     """One event with a JSON object, under the name that is its `type`."""
     return b"event: " + str(value["type"]).encode() + b"\n" + event(value)
 

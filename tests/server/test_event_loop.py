@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.server.answers.model_format import Dialect
 from mini_sglang.server.anthropic.bodies import MessagesBody, PromptBody, TextBlock, Turn
+from mini_sglang.server.bodies import Message
 from mini_sglang.server.native import routes as native_routes
-from mini_sglang.server.openai.bodies import Message
 from mini_sglang.server.openai.format import ChatFormat, CompletionFormat
 from mini_sglang.server.responses.bodies import InputMessage, ResponsesBody
 from mini_sglang.server.responses.format import ResponseFormat

@@ -10,7 +10,6 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -37,7 +36,7 @@ from mini_sglang.server.answers.tool_calls import (
     ToolCallParser,
 )
 from mini_sglang.server.answers.tool_prompt import with_plain_tools
-from mini_sglang.server.openai.bodies import Message, TemplateBody, Tool
+from mini_sglang.server.bodies import Json, Message, TemplateBody, Tool
 from mini_sglang.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 16  # of a prompt, among which a template's opening of a thought is
@@ -169,7 +168,7 @@ class AnswerPlan:
             free_text=not self._must_call,
         )
 
-    def _schema(self, tool: Tool) -> dict[str, Any] | None:
+    def _schema(self, tool: Tool) -> Json | None:
         """Of the arguments. What is not declared is not allowed, unless the schema says that it is."""
         if not self._must_call and not tool.function.strict:
             return None
@@ -233,7 +232,7 @@ def _thought_of(template: str) -> Markers | None:
     return THINK if THINK.closing in template else MISTRAL_THINK if MISTRAL_THINK.opening in template else None
 
 
-def _shorten_ids(messages: Sequence[dict[str, Any]]) -> None:
+def _shorten_ids(messages: Sequence[Json]) -> None:
     """Mistral's templates take ids of nine letters and digits only; which ones is all the same, if they match."""
 
     def shorten(call_id: str) -> str:

@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.openai.bodies import (
+from mini_sglang.server.bodies import (
     FAIL_FAST,
     MAX_MESSAGES,
     MAX_TOOLS,
+    SAMPLING_FIELDS,
     Body,
     CalledFunction,
     Content,
     Function,
     FunctionName,
-    JsonObject,
+    Json,
     Message,
     MessageCall,
     NamedTool,
@@ -36,10 +36,9 @@ from mini_sglang.server.openai.bodies import (
     at_most,
     join_runs,
     must_be_off,
-    to_sampling_params,
 )
 
-CacheControl = JsonObject  # a hint: prefixes are cached anyway
+CacheControl = Json  # a hint: prefixes are cached anyway
 
 
 class TextBlock(Body):
@@ -63,7 +62,7 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: JsonObject
+    input: Json
     cache_control: CacheControl | None = None
 
 
@@ -116,7 +115,7 @@ class ToolDefinition(Body):
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: JsonObject
+    input_schema: Json
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -149,9 +148,9 @@ class Thinking(Body):
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
-    json_schema: JsonObject = Field(alias="schema")
+    json_schema: Json = Field(alias="schema")
 
-    def for_chat(self) -> JsonObject:
+    def for_chat(self) -> Json:
         return {"type": self.type, "json_schema": {"schema": self.json_schema}}
 
 
@@ -237,16 +236,14 @@ class MessagesBody(PromptBody, SamplingBody):
     def field_names(self) -> Mapping[str, str]:
         return {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises FieldError if a value is out of range."""
-        body = self.model_copy(update={"stop": self.stop_sequences})
+    def sampling_fields(self) -> Json:
+        """Fields of SamplingParams, of which those that are None are not asked for."""
         wanted = None if self.output_config is None else self.output_config.format
-        return to_sampling_params(
-            body,
-            max_tokens=self.max_tokens,
-            logprobs=None,
-            response_format=None if wanted is None else wanted.for_chat(),
-        )
+        return {
+            **self.model_dump(include=SAMPLING_FIELDS),
+            "stop": self.stop_sequences,
+            "response_format": None if wanted is None else wanted.for_chat(),
+        }
 
 
 class CountTokensBody(PromptBody):

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
 from mini_sglang.server.answers.blocks import Block, Blocks, Change
 from mini_sglang.server.answers.model_format import AnswerParser
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError
-
-Json = dict[str, Any]
 
 _ERROR_TYPES = {
     401: "authentication_error",

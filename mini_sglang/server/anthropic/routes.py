@@ -11,7 +11,8 @@ from fastapi.routing import APIRoute
 
 from mini_sglang.server.answers.model_format import AnswerPlan
 from mini_sglang.server.anthropic.bodies import CountTokensBody, MessagesBody
-from mini_sglang.server.anthropic.format import Json, MessageFormat, error_json
+from mini_sglang.server.anthropic.format import MessageFormat, error_json
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.conversation import answer_conversation
 from mini_sglang.server.errors import ClientDisconnected, as_api_error, error_response

@@ -18,6 +18,7 @@ from mini_sglang.errors import shorten
 from mini_sglang.ipc.async_engine import EngineDeadError
 from mini_sglang.outputs import RequestOutput, TokenLogprobs
 from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.generation import (
@@ -28,18 +29,13 @@ from mini_sglang.server.generation import (
     encode_prompts,
     make_job,
     off_loop,
+    parse_prompt,
     run_job,
+    to_sampling_params,
 )
 from mini_sglang.server.metrics import CONTENT_TYPE
-from mini_sglang.server.openai.bodies import (
-    AbortBody,
-    DetokenizeBody,
-    GenerateBody,
-    ProfileBody,
-    TokenizeBody,
-    parse_prompt,
-)
-from mini_sglang.server.openai.format import Json, finite, usage_json
+from mini_sglang.server.native.bodies import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody
+from mini_sglang.server.openai.format import finite, usage_json
 from mini_sglang.server.request_body import check_body, read_body, read_object, takes
 from mini_sglang.server.sglang import routes as sglang_routes
 from mini_sglang.server.sglang.bodies import SGLANG_FIELDS, SglangBody
@@ -64,7 +60,7 @@ async def generate(request: Request) -> Response:
     if not SGLANG_FIELDS.isdisjoint(fields):
         return await sglang_routes.generate(request, check_body(fields, SglangBody))
     body = check_body(fields, GenerateBody)
-    params, prompt = body.sampling_params(), parse_prompt(body.prompt)
+    params, prompt = to_sampling_params(body.sampling_fields()), parse_prompt(body.prompt)
     request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
     job = make_job(context, request_id, await encode_prompts(context, [prompt]), params, body)
     if body.stream:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import mini_sglang
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
 from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Piece, Reasoning
 from mini_sglang.server.answers.model_format import AnswerParser, AnswerPlan
+from mini_sglang.server.bodies import Json
 from mini_sglang.text.tokenizer import Tokenizer
-
-Json = dict[str, Any]
 
 SYSTEM_FINGERPRINT = f"mini-sglang-{mini_sglang.__version__}"
 _MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in for it

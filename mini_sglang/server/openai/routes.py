@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from mini_sglang.outputs import RequestOutput, Usage
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.generation import (
     Job,
@@ -21,11 +22,13 @@ from mini_sglang.server.generation import (
     make_chat_job,
     make_job,
     off_loop,
+    parse_prompts,
     run_job,
+    to_sampling_params,
     total_usage,
 )
-from mini_sglang.server.openai.bodies import ChatBody, CompletionBody, OpenAIBody, parse_prompts
-from mini_sglang.server.openai.format import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope, Json
+from mini_sglang.server.openai.bodies import ChatBody, CompletionBody, OpenAIBody
+from mini_sglang.server.openai.format import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope
 from mini_sglang.server.request_body import client_errors, read_body, takes
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
@@ -40,8 +43,8 @@ async def chat_completions(request: Request) -> Response:
     context.check_model(body.model)
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
     with client_errors(body.field_names):
-        params = body.sampling_params()
-        job, plan = await make_chat_job(context, job_id, body.messages, body, params, body, body.num_choices)
+        params = to_sampling_params(body.sampling_fields())
+        job, plan = await make_chat_job(context, job_id, body.messages, body, params, body)
     return await _answer(request, context, body, job, ChatFormat(context.tokenizer, plan))
 
 
@@ -51,11 +54,10 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, CompletionBody)
     context.check_model(body.model)
-    job_id, n = f"cmpl-{uuid.uuid4().hex}", body.num_choices
     with client_errors(body.field_names):
-        params, prompts = body.sampling_params(), parse_prompts(body.prompt)
-        prompt_ids = await encode_prompts(context, prompts, n=n)
-        job = make_job(context, job_id, prompt_ids, params, body, n, is_only_echo=body.is_only_echo)
+        params, prompts = to_sampling_params(body.sampling_fields()), parse_prompts(body.prompt)
+        prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
+        job = make_job(context, f"cmpl-{uuid.uuid4().hex}", prompt_ids, params, body)
     echoes = [
         EchoedPrompt(prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt, False), token_ids)
         for prompt, token_ids in zip(prompts, prompt_ids, strict=True)

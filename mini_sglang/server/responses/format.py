@@ -13,12 +13,11 @@ from typing import Any
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
 from mini_sglang.server.answers.blocks import Block, Blocks, Change
 from mini_sglang.server.answers.model_format import AnswerParser
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.openai.format import logprob_entries
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.text.tokenizer import Tokenizer
-
-Json = dict[str, Any]
 
 _STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
 _ID_PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.format import finite, token_text
 from mini_sglang.server.sglang.bodies import SglangBody
 from mini_sglang.text.tokenizer import Tokenizer
-
-Json = dict[str, Any]
 
 
 class SglangFormat:

@@ -9,11 +9,23 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response
 
+from mini_sglang.errors import FieldError
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.generation import Job, collect, encode_answer, encode_prompts, make_job, off_loop, run_job
+from mini_sglang.server.generation import (
+    Job,
+    collect,
+    encode_answer,
+    encode_prompts,
+    make_job,
+    off_loop,
+    parse_prompts,
+    run_job,
+    to_sampling_params,
+)
 from mini_sglang.server.request_body import client_errors
 from mini_sglang.server.sglang.bodies import SglangBody
-from mini_sglang.server.sglang.format import Json, SglangFormat
+from mini_sglang.server.sglang.format import SglangFormat
 from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 router = APIRouter(tags=["SGLang"])
@@ -39,11 +51,10 @@ async def generate(request: Request, body: SglangBody) -> Response:
     """POST /generate with a body of this kind."""
     context = context_of(request)
     context.check_model(body.model)
-    job_id, n = body.rid or uuid.uuid4().hex, body.num_choices
     with client_errors(body.field_names):
-        params, prompts = body.to_sampling_params(), body.prompts()
-        prompt_ids = await encode_prompts(context, prompts, n=n)
-        job = make_job(context, job_id, prompt_ids, params, body, n, is_only_echo=body.is_only_echo)
+        params, prompts = to_sampling_params(body.sampling_fields()), _parse_prompts(body)
+        prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
+        job = make_job(context, body.rid or uuid.uuid4().hex, prompt_ids, params, body)
     answer_format = SglangFormat(job, body, context.tokenizer)
     if body.stream:
         return EventStream(_events(context, job, answer_format))
@@ -54,6 +65,15 @@ async def generate(request: Request, body: SglangBody) -> Response:
         return choices[0] if body.is_single else choices
 
     return Response(await encode_answer(job, outputs, whole), media_type="application/json")
+
+
+def _parse_prompts(body: SglangBody) -> list[str | list[int]]:
+    """Raises FieldError."""
+    prompts = parse_prompts(body.prompt)
+    kind, expected = (str, "strings") if body.text is not None else (list, "token ids")
+    if not all(isinstance(prompt, kind) for prompt in prompts):
+        raise FieldError("prompt", f"must hold {expected} only")
+    return prompts
 
 
 async def _events(context: ServerContext, job: Job, answer_format: SglangFormat) -> AsyncGenerator[bytes, None]:
