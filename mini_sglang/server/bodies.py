@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from abc import abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -126,6 +127,10 @@ class JobBody(Body):
     def is_only_echo(self) -> bool:
         """Whether nothing but the prompt is asked for: one token is generated and left out."""
         return False
+
+    @abstractmethod
+    def sampling_fields(self) -> Json:
+        """The body's fields of SamplingParams; those that are None are not asked for. Raises FieldError."""
 
 
 class SamplingBody(JobBody):
@@ -363,3 +368,15 @@ class TemplateBody(Body):
         if self.reasoning_effort == "none":
             arguments["enable_thinking"] = False
         return {**arguments, **(self.chat_template_kwargs or {})}
+
+
+class ConversationBody(SamplingBody):
+    """The body of a chat API, as the chat that it means."""
+
+    @abstractmethod
+    def chat_messages(self) -> list[Message]:
+        """The conversation."""
+
+    @abstractmethod
+    def template(self) -> TemplateBody:
+        """How the messages become a prompt. Raises ValidationError if tools and choice do not fit."""

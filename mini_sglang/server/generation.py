@@ -16,18 +16,16 @@ import msgspec
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.ipc.messages import EngineInfo
-from mini_sglang.outputs import FinishReason, RequestOutput, Usage
+from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.answers.model_format import AnswerPlan
-from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody, Json, Message, TemplateBody
+from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody, Json
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
 
 Result = TypeVar("Result")
 
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
-_INLINE_CHARACTERS = 4096  # text up to here is tokenised faster than a thread is reached
-_MESSAGE_CHARACTERS = 64  # rendering a message takes as long as tokenising so many characters
+INLINE_CHARACTERS = 4096  # text up to here is tokenised faster than a thread is reached
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def _check_length(field: str, length: str, num_tokens: int, info: EngineInfo) ->
         )
 
 
-def _check_text_length(context: ServerContext, field: str, texts: Sequence[str], at_least: int = 0) -> None:
+def check_text_length(context: ServerContext, field: str, texts: Sequence[str], at_least: int = 0) -> None:
     """Refuse what is certainly too long before any time goes into tokenising it. Raises FieldError.
 
     `texts` are parts of one prompt, which `field` gave and which has `at_least` this many tokens for another reason.
@@ -197,7 +195,7 @@ async def encode_prompts(
         raise FieldError("prompt", problem)
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text_length(context, "prompt", [prompt])
+            check_text_length(context, "prompt", [prompt])
 
     def encode() -> list[list[int]]:
         return [
@@ -208,49 +206,9 @@ async def encode_prompts(
     return await off_loop(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), encode)
 
 
-async def encode_messages(context: ServerContext, messages: list[Message], body: TemplateBody) -> list[int]:
-    """Token ids of a conversation with tools, as the chat template writes it. Raises FieldError if it refuses."""
-
-    def encode() -> list[int]:
-        # of earlier answers, templates may leave out thoughts
-        texts = [message.content or "" for message in messages if message.role != "assistant"]
-        texts += [str(tool.for_template()) for tool in body.offered_tools]
-        _check_text_length(context, "messages", texts, at_least=len(messages))
-        return context.dialect.render(messages, body)
-
-    size = len(messages) * _MESSAGE_CHARACTERS
-    try:
-        if size <= _INLINE_CHARACTERS:
-            size += sum(message.num_characters for message in messages)
-            size += sum(tool.num_characters for tool in body.offered_tools)
-        return await off_loop(size, encode)
-    except RecursionError:
-        raise FieldError("messages", "or tools are nested too deeply", "tools") from None
-
-
-async def make_chat_job(
-    context: ServerContext,
-    job_id: str,
-    messages: list[Message],
-    template: TemplateBody,
-    params: SamplingParams,
-    body: JobBody,
-) -> tuple[Job, AnswerPlan]:
-    """The work for a conversation, and what its answers may consist of. Raises FieldError."""
-    prompt_ids = await encode_messages(context, messages, template)
-    plan = context.dialect.plan(template, messages, prompt_ids)
-    return make_job(context, job_id, [prompt_ids], plan.constrain(params), body), plan
-
-
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     """Do work that takes time in proportion to `size` characters; what is long must not hold up other streams."""
-    return work() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
-
-
-async def encode_answer(job: Job, outputs: Sequence[RequestOutput], make: Callable[[], Any]) -> bytes:
-    """The JSON of what `make` makes of all outputs of a job. Their log-probabilities are what takes long."""
-    size = sum(job.num_logprobs(choice, output.usage.completion_tokens) for choice, output in enumerate(outputs))
-    return await off_loop(size, lambda: msgspec.json.encode(make()))
+    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -351,23 +309,4 @@ def _without_answer(output: RequestOutput) -> RequestOutput:
         num_text_pieces=0,
         finish_reason=reason,
         stop_reason=None,
-    )
-
-
-async def collect(context: ServerContext, job: Job) -> list[RequestOutput]:
-    """Run a job to its end; the last output of each choice, in order, which holds the whole answer."""
-    last: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
-        async for choice, output in outputs:
-            last[choice] = output
-    return [last[choice] for choice in range(job.num_choices)]
-
-
-def total_usage(job: Job, outputs: Sequence[RequestOutput]) -> Usage:
-    """Tokens of all choices; a prompt counts once however many choices continue it."""
-    firsts = outputs[:: job.n]
-    return Usage(
-        prompt_tokens=sum(output.usage.prompt_tokens for output in firsts),
-        completion_tokens=sum(output.usage.completion_tokens for output in outputs),
-        cached_tokens=sum(output.usage.cached_tokens for output in firsts),
     )

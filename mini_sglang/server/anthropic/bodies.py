@@ -19,6 +19,7 @@ from mini_sglang.server.bodies import (
     Body,
     CalledFunction,
     Content,
+    ConversationBody,
     Function,
     FunctionName,
     Json,
@@ -27,7 +28,6 @@ from mini_sglang.server.bodies import (
     NamedTool,
     Off,
     OffIfEmpty,
-    SamplingBody,
     StopStrings,
     TemplateArguments,
     TemplateBody,
@@ -218,7 +218,7 @@ def _chat_messages_of(turn: Turn) -> Iterator[Message]:
         yield Message(role="user", content=turn.text)
 
 
-class MessagesBody(PromptBody, SamplingBody):
+class MessagesBody(PromptBody, ConversationBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
@@ -237,7 +237,6 @@ class MessagesBody(PromptBody, SamplingBody):
         return {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
     def sampling_fields(self) -> Json:
-        """Fields of SamplingParams, of which those that are None are not asked for."""
         wanted = None if self.output_config is None else self.output_config.format
         return {
             **self.model_dump(include=SAMPLING_FIELDS),

@@ -29,7 +29,6 @@ class GenerateBody(SamplingBody):
         return self
 
     def sampling_fields(self) -> Json:
-        """Fields of SamplingParams, of which those that are None are not asked for."""
         return {
             **self.model_dump(include=SAMPLING_FIELDS),
             "max_tokens": self.max_tokens if "max_tokens" in self.model_fields_set else DEFAULT_GENERATE_TOKENS,

@@ -13,10 +13,12 @@ from mini_sglang.server.bodies import (
     MAX_CHOICES,
     SAMPLING_FIELDS,
     Body,
+    ConversationBody,
     GrammarChoices,
     GrammarText,
     Json,
     Labels,
+    Message,
     Messages,
     Off,
     OffIfEmpty,
@@ -108,7 +110,6 @@ class OpenAIBody(SamplingBody):
         return self.n or 1
 
     def sampling_fields(self) -> Json:
-        """Fields of SamplingParams, of which those that are None are not asked for. Raises FieldError."""
         fields: Json = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
         if self.no_stop_trim is not None:
             fields["include_stop_str_in_output"] = self.no_stop_trim
@@ -132,7 +133,7 @@ class OpenAIBody(SamplingBody):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class ChatBody(OpenAIBody, TemplateBody):
+class ChatBody(OpenAIBody, ConversationBody, TemplateBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -154,6 +155,12 @@ class ChatBody(OpenAIBody, TemplateBody):
     def _alternatives_need_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "is only allowed with logprobs")
+        return self
+
+    def chat_messages(self) -> list[Message]:
+        return self.messages
+
+    def template(self) -> TemplateBody:
         return self
 
     @property

@@ -20,6 +20,7 @@ from mini_sglang.server.bodies import (
     Body,
     CalledFunction,
     Content,
+    ConversationBody,
     Function,
     FunctionName,
     Json,
@@ -30,7 +31,6 @@ from mini_sglang.server.bodies import (
     Off,
     OffIfFalse,
     ReasoningEffort,
-    SamplingBody,
     TemplateArguments,
     TemplateBody,
     Tool,
@@ -195,7 +195,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: OffIfFalse = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(ConversationBody):
     """POST /v1/responses."""
 
     model: str | None = None
@@ -246,7 +246,6 @@ class ResponsesBody(SamplingBody):
         return instructions + join_runs(map(_chat_message_of, self.input), ("assistant",))
 
     def template(self) -> TemplateBody:
-        """How the messages become a prompt. Raises ValidationError if tools and choice do not fit."""
         choice = self.tool_choice
         return TemplateBody(
             chat_template_kwargs=self.chat_template_kwargs,
@@ -257,7 +256,6 @@ class ResponsesBody(SamplingBody):
         )
 
     def sampling_fields(self) -> Json:
-        """Fields of SamplingParams, of which those that are None are not asked for."""
         wants_logprobs = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
         wanted = None if self.text is None else self.text.format
         return {

@@ -153,7 +153,6 @@ class SglangBody(JobBody):
         return start if self.return_logprob and start is not None and start >= 0 else None
 
     def sampling_fields(self) -> Json:
-        """Fields of SamplingParams, of which those that are None are not asked for. Raises FieldError."""
         sampling = self.sampling
         schema, alternatives = sampling.json_schema, self.top_logprobs_num or 0
         return {
