@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mini_sglang.config import EngineConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.execution.executor import Executor, StepHandle, is_lost
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.grammar.masks import GrammarMasks
@@ -73,14 +74,14 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
     ) -> None:
-        """Queue a request. Raises ValueError, naming the field, if it is malformed or can never fit."""
+        """Queue a request. Raises FieldError if it is malformed or can never fit."""
         vocab_size = self.model_config.vocab_size
         params.validate(vocab_size)
         if not prompt_ids:
-            raise ValueError("prompt must hold at least one token, got none")
+            raise FieldError("prompt", "must hold at least one token, got none")
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             bad = next(i for i in prompt_ids if not 0 <= i < vocab_size)
-            raise ValueError(f"prompt token ids must be between 0 and {vocab_size - 1}, got {bad}")
+            raise FieldError("prompt", f"token ids must be between 0 and {vocab_size - 1}, got {bad}")
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         request = Request(
             request_id=request_id,
@@ -99,7 +100,7 @@ class Engine:
             self._all_masks().add(request_id, params, request.max_num_tokens - len(prompt_ids))
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Wait until a grammar is compiled, if `params` ask for one. Raises ValueError, naming the field."""
+        """Wait until a grammar is compiled, if `params` ask for one. Raises FieldError if it does not compile."""
         if params.is_constrained:
             self._all_masks().check(params)
 
@@ -193,7 +194,7 @@ class Engine:
                 continue
             masks.drop(ready.request_id)
             reason = FinishReason.STOP if ready.error is None else FinishReason.ERROR
-            outputs.append(self.scheduler.end(ready.request_id, reason, ready.error, ready.error_param))
+            outputs.append(self.scheduler.end(ready.request_id, reason, ready.error, ready.error_field))
         return [output for output in outputs if output is not None]
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mini_sglang.config import DEFAULT_MODEL, EngineConfig
 from mini_sglang.engine import Engine
+from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.output_processor import OutputProcessor
@@ -145,15 +146,15 @@ class LLM:
 
     def _render(self, messages: Conversation, name: str, template_arguments: Mapping[str, Any]) -> list[int]:
         if not _is_list(messages):
-            raise ValueError(f"{name} must be a list of messages, got {messages!r}")
+            raise FieldError(name, f"must be a list of messages, got {messages!r}")
         if not messages:
-            raise ValueError(f"{name} must not be empty")
+            raise FieldError(name, "must not be empty")
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping):
-                raise ValueError(f"{name}[{index}] must be a mapping with role and content, got {message!r}")
+                raise FieldError(f"{name}[{index}]", f"must be a mapping with role and content, got {message!r}")
             role = message.get("role")
             if role not in ROLES:  # most templates would write any role into the prompt
-                raise ValueError(f"{name}[{index}].role must be one of {', '.join(ROLES)}, got {role!r}")
+                raise FieldError(f"{name}[{index}].role", f"must be one of {', '.join(ROLES)}, got {role!r}")
         return self.tokenizer.apply_chat_template(messages, **template_arguments)
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
@@ -161,8 +162,8 @@ class LLM:
             return _checked_ids(prompt, name)
         try:
             return self.tokenizer.encode(prompt)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        except FieldError as error:
+            raise _of_prompt(name, error) from error
 
     def _run_all(
         self, prompt_ids: list[list[int]], params: list[SamplingParams], names: list[str], progress: bool
@@ -186,29 +187,26 @@ class LLM:
             raise ValueError("this LLM was closed")
         for ids, name in zip(prompt_ids, names, strict=True):
             if not ids:
-                raise ValueError(f"{name} must hold at least one token, got none")
+                raise FieldError(name, "must hold at least one token, got none")
         for request_params, name in zip(params, names, strict=True):
-            self._check_grammar(request_params, "" if len(names) == 1 else f"{name}: ")
+            try:
+                request_params.validate(self.engine.model_config.vocab_size)
+                self.engine.check_grammar(request_params)
+            except FieldError as error:
+                raise error if len(names) == 1 else _of_prompt(name, error) from error
         requests: list[_Running] = []
         with _interrupt_deferred():
             for ids, request_params, name in zip(prompt_ids, params, names, strict=True):
                 request_id = f"llm-{next(self._next_id)}"
                 try:
                     self.engine.add_request(request_id, ids, request_params)
-                except ValueError as error:
+                except FieldError as error:
                     self._abort(requests)
-                    raise error if len(names) == 1 else ValueError(f"{name}: {error}") from error
+                    raise error if len(names) == 1 else _of_prompt(name, error) from error
                 request = _Running(OutputProcessor(self.tokenizer, request_id, len(ids), request_params))
                 self._running[request_id] = request
                 requests.append(request)
         return requests
-
-    def _check_grammar(self, params: SamplingParams, prefix: str) -> None:
-        try:
-            params.validate(self.engine.model_config.vocab_size)
-            self.engine.check_grammar(params)
-        except ValueError as error:
-            raise ValueError(f"{prefix}{error}") from error
 
     def _step(self) -> list[_Running]:
         """One engine step; returns the requests that got an output."""
@@ -234,6 +232,11 @@ class LLM:
                 self.engine.abort(request.request_id)
 
 
+def _of_prompt(name: str, error: FieldError) -> FieldError:
+    """The error of one prompt, with the name of the prompt in front."""
+    return FieldError(f"{name}: {error.field}", error.problem, *error.others)
+
+
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
@@ -242,7 +245,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not _is_list(prompts):
         return [prompts]  # type: ignore[list-item]
     if not prompts:
-        raise ValueError("prompts must not be empty")
+        raise FieldError("prompts", "must not be empty")
     if isinstance(prompts[0], Sequence):
         return list(prompts)  # type: ignore[arg-type]
     return [prompts]  # type: ignore[list-item]
@@ -250,10 +253,10 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _checked_ids(prompt: object, name: str) -> list[int]:
     if not isinstance(prompt, Sequence):
-        raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
+        raise FieldError(name, f"must be a string or a list of token ids, got {prompt!r}")
     for token_id in prompt:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise ValueError(f"{name} must be a string or a list of token ids, got {token_id!r} in it")
+            raise FieldError(name, f"must be a string or a list of token ids, got {token_id!r} in it")
     return list(prompt)
 
 
@@ -270,12 +273,13 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if isinstance(params, SamplingParams):
         return [params] * count
     if not _is_list(params):
-        raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
+        raise FieldError("sampling_params", f"must be SamplingParams or a list of them, got {params!r}")
     if len(params) != count:
-        raise ValueError(f"sampling_params must be one for all or one for each of {count} prompts, got {len(params)}")
+        problem = f"must be one for all or one for each of {count} prompts, got {len(params)}"
+        raise FieldError("sampling_params", problem)
     for item in params:
         if not isinstance(item, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, got {item!r}")
+            raise FieldError("sampling_params", f"must be SamplingParams, got {item!r}")
     return list(params)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from mini_sglang.errors import FieldError
+
 
 class FinishReason(str, enum.Enum):
     """Why a request ended. An answer that was aborted is what there is of it; with `ERROR` there is none."""
@@ -44,7 +46,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0  # said with the first token, and later whenever the output is one of `others`
     queued_s: float | None = None  # with the first token: seconds from when it came to its first step
     error: str | None = None  # set when finish_reason is ERROR
-    error_param: str | None = None  # the field of the request that is at fault, if one is
+    error_field: str | None = None  # if a field of the request is at fault; `error` is then the problem of a FieldError
 
 
 class StepOutputs(msgspec.Struct, omit_defaults=True):
@@ -113,8 +115,8 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     queued_s: float | None = None  # seconds that the engine let the request wait before its first step; None: until now
     stop_reason: str | int | None = None  # the stop string or the one of `stop_token_ids` that ended the request
-    error: str | None = None
-    error_param: str | None = None  # the field of the request that is at fault, if one is
+    error: str | None = None  # set when finish_reason is ERROR
+    field_error: FieldError | None = None  # the same, if a field of the request is at fault
     generated: GeneratedTokens = field(default_factory=GeneratedTokens, compare=False)
     num_text_pieces: int = field(default=0, compare=False)
 

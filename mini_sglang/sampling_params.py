@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mini_sglang.errors import shorten
+from mini_sglang.errors import FieldError, shorten
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -32,7 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     At most one of `response_format`, `regex`, `ebnf`, `choice` and `tool_grammar` says what an answer must look like;
     tokens that do not fit are then not drawn, and the answer ends where its grammar does.
 
-    Raises ValueError from `validate()`; the message starts with the field's name.
+    `validate()` raises FieldError for the first field that is wrong.
     """
 
     max_tokens: int | None = None  # None: up to the context length
@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     regex: str | None = None  # the whole answer matches it
     ebnf: str | None = None  # a grammar in Lark's or llama.cpp's (GBNF) notation
     choice: list[str] | None = None  # the answer is one of these
-    tool_grammar: str | None = None  # of tool calls, as `structured_output.tool_call_grammar` writes it
+    tool_grammar: str | None = None  # of tool calls, as `grammar.compiler.tool_call_grammar` writes it
     grammar_after: str | None = None  # any text up to and including this one comes before what the grammar describes
 
     @property
@@ -75,49 +75,51 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.grammar_field is not None
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Raise ValueError naming the first field whose value is of the wrong type or out of range.
+        """Raise FieldError for the first field whose value is of the wrong type or out of range.
 
         With `vocab_size`, token ids in `stop_token_ids`, `logit_bias` and `allowed_token_ids` are checked too.
         """
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens)
             if self.max_tokens < 1:
-                raise ValueError(f"max_tokens must be at least 1, got {shorten(self.max_tokens)}")
+                raise FieldError("max_tokens", f"must be at least 1, got {shorten(self.max_tokens)}")
         _require_int("min_tokens", self.min_tokens)
         if self.min_tokens >= 2**63:  # which cannot be sent to the engine
-            raise ValueError(f"min_tokens must fit in 64 bits, got {shorten(self.min_tokens)}")
+            raise FieldError("min_tokens", f"must fit in 64 bits, got {shorten(self.min_tokens)}")
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
-            raise ValueError(
-                f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {shorten(self.min_tokens)}"
+            raise FieldError(
+                "min_tokens",
+                f"must be between 0 and max_tokens ({self.max_tokens}), got {shorten(self.min_tokens)}",
+                "max_tokens",
             )
         for name, low, high in _FLOAT_RANGES:
             _require_float(name, getattr(self, name), low, high)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {shorten(value)}")
+                raise FieldError(name, f"must be true or false, got {shorten(value)}")
         _require_int("top_k", self.top_k)
         if self.top_k < -1:
-            raise ValueError(f"top_k must be -1 or 0 (off) or at least 1, got {shorten(self.top_k)}")
+            raise FieldError("top_k", f"must be -1 or 0 (off) or at least 1, got {shorten(self.top_k)}")
         if not self.top_p > 0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+            raise FieldError("top_p", f"must be in (0, 1], got {self.top_p}")
         if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be greater than 0, got {self.repetition_penalty}")
+            raise FieldError("repetition_penalty", f"must be greater than 0, got {self.repetition_penalty}")
         if self.seed is not None:
             _require_int("seed", self.seed)
             if not -(2**63) <= self.seed < 2**63:
-                raise ValueError(f"seed must fit in 64 bits, got {shorten(self.seed)}")
+                raise FieldError("seed", f"must fit in 64 bits, got {shorten(self.seed)}")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _require_int(name, count)
                 if not 0 <= count <= MAX_LOGPROBS:
-                    raise ValueError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {shorten(count)}")
+                    raise FieldError(name, f"must be between 0 and {MAX_LOGPROBS}, got {shorten(count)}")
         _validate_stop(self.stop)
         _require_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _validate_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         _require_list("shown_special_ids", self.shown_special_ids, MAX_STOP_TOKEN_IDS)
         _validate_token_ids("shown_special_ids", self.shown_special_ids, vocab_size)
         if not isinstance(self.logit_bias, dict):
-            raise ValueError(f"logit_bias must map token ids to numbers, got {shorten(self.logit_bias)}")
+            raise FieldError("logit_bias", f"must map token ids to numbers, got {shorten(self.logit_bias)}")
         _require_list("logit_bias", list(self.logit_bias), MAX_LOGIT_BIASES)
         _validate_token_ids("logit_bias", list(self.logit_bias), vocab_size)
         for bias in self.logit_bias.values():
@@ -125,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.allowed_token_ids is not None:
             _require_list("allowed_token_ids", self.allowed_token_ids, vocab_size)
             if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids must not be empty; leave it out to allow every token")
+                raise FieldError("allowed_token_ids", "must not be empty; leave it out to allow every token")
             _validate_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         _validate_grammar(self)
 
@@ -144,30 +146,32 @@ _FLOAT_RANGES = (
 
 def _require_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {shorten(value)}")
+        raise FieldError(name, f"must be an integer, got {shorten(value)}")
 
 
 def _require_float(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise ValueError(f"{name} must be a finite number, got {shorten(value)}")
+        raise FieldError(name, f"must be a finite number, got {shorten(value)}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {shorten(value)}")
+        raise FieldError(name, f"must be between {low:g} and {high:g}, got {shorten(value)}")
 
 
 def _validate_stop(stop: list[str]) -> None:
     _require_list("stop", stop, MAX_STOP_STRINGS)
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"stop must hold non-empty strings, got {shorten(text)}")
+            raise FieldError("stop", f"must hold non-empty strings, got {shorten(text)}")
         if len(text) > MAX_STOP_LENGTH:
-            raise ValueError(f"stop may hold strings of at most {MAX_STOP_LENGTH} characters, got one of {len(text)}")
+            raise FieldError(
+                "stop", f"may hold strings of at most {MAX_STOP_LENGTH} characters, got one of {len(text)}"
+            )
 
 
 def _require_list(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, (list, tuple)):  # a string would pass as a list of its characters
-        raise ValueError(f"{name} must be a list, got {shorten(value)}")
+        raise FieldError(name, f"must be a list, got {shorten(value)}")
     if most is not None and len(value) > most:
-        raise ValueError(f"{name} may hold at most {most} entries, got {len(value)}")
+        raise FieldError(name, f"may hold at most {most} entries, got {len(value)}")
 
 
 def _validate_token_ids(name: str, token_ids: list[int], vocab_size: int | None) -> None:
@@ -175,28 +179,28 @@ def _validate_token_ids(name: str, token_ids: list[int], vocab_size: int | None)
         _require_int(name, token_id)
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             limit = "" if vocab_size is None else f" and below the vocabulary size {vocab_size}"
-            raise ValueError(f"{name} must hold token ids that are at least 0{limit}, got {shorten(token_id)}")
+            raise FieldError(name, f"must hold token ids that are at least 0{limit}, got {shorten(token_id)}")
 
 
 def _validate_grammar(params: SamplingParams) -> None:
     given = [name for name in _GRAMMAR_FIELDS if getattr(params, name) is not None]
     if len(given) > 1:
-        raise ValueError(f"{given[0]} cannot be combined with {given[1]}: one grammar per answer")
+        raise FieldError(given[0], f"cannot be combined with {given[1]}: one grammar per answer", given[1])
     if given and params.allowed_token_ids is not None:
-        raise ValueError(f"{given[0]} cannot be combined with allowed_token_ids")
+        raise FieldError(given[0], "cannot be combined with allowed_token_ids", "allowed_token_ids")
     for name in ("regex", "ebnf", "tool_grammar", "grammar_after"):
         text = getattr(params, name)
         if text is not None:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"{name} must be a string that is not empty, got {shorten(text)}")
+                raise FieldError(name, f"must be a string that is not empty, got {shorten(text)}")
             _require_length(name, len(text))
     if params.choice is not None:
         _require_list("choice", params.choice, MAX_GRAMMAR_CHOICES)
         if not params.choice:
-            raise ValueError("choice must hold at least one string")
+            raise FieldError("choice", "must hold at least one string")
         for text in params.choice:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"choice must hold strings that are not empty, got {shorten(text)}")
+                raise FieldError("choice", f"must hold strings that are not empty, got {shorten(text)}")
         _require_length("choice", sum(map(len, params.choice)))
     if params.response_format is not None:
         _validate_response_format(params.response_format)
@@ -205,29 +209,31 @@ def _validate_grammar(params: SamplingParams) -> None:
 def _validate_response_format(value: object) -> None:
     kind = value.get("type") if isinstance(value, dict) else value
     if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema"):
-        raise ValueError(f"response_format must have a type of text, json_object or json_schema, got {shorten(kind)}")
+        raise FieldError(
+            "response_format", f"must have a type of text, json_object or json_schema, got {shorten(kind)}"
+        )
     if unknown := value.keys() - ({"type", "json_schema"} if kind == "json_schema" else {"type"}):
-        raise ValueError(f"response_format of type {kind} must not have the field {shorten(min(unknown))}")
+        raise FieldError("response_format", f"of type {kind} must not have the field {shorten(min(unknown))}")
     if kind == "json_schema":
         _validate_json_schema(value.get("json_schema"))
 
 
 def _validate_json_schema(named: object) -> None:
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
-        raise ValueError('response_format must be like {"type": "json_schema", "json_schema": {"schema": {…}}}')
+        raise FieldError("response_format", 'must be like {"type": "json_schema", "json_schema": {"schema": {…}}}')
     for name, item in named.items():
         if name not in ("name", "description", "schema", "strict"):
-            raise ValueError(f"response_format must not have json_schema.{shorten(name)}")
+            raise FieldError("response_format", f"must not have json_schema.{shorten(name)}")
         if name == "strict" and not isinstance(item, bool | None):
-            raise ValueError(f"response_format must have true or false as json_schema.strict, got {shorten(item)}")
+            raise FieldError("response_format", f"must have true or false as json_schema.strict, got {shorten(item)}")
     try:
         length = len(json.dumps(named["schema"]))
         msgspec.msgpack.encode(named["schema"])  # the engine process must be able to get it
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"response_format must hold a schema of JSON values: {error}") from error
+        raise FieldError("response_format", f"must hold a schema of JSON values: {error}") from error
     _require_length("response_format", length)
 
 
 def _require_length(name: str, length: int) -> None:
     if length > MAX_GRAMMAR_LENGTH:
-        raise ValueError(f"{name} may take at most {MAX_GRAMMAR_LENGTH} characters, got {length}")
+        raise FieldError(name, f"may take at most {MAX_GRAMMAR_LENGTH} characters, got {length}")

@@ -145,9 +145,9 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(make_engine: A
     engine.add_request("good", [7, 8, 9], FREE)
     outputs = finish(engine)
     (bad,) = [output for output in outputs if output.request_id == "bad"]
-    assert (bad.finish_reason, bad.error_param) == (FinishReason.ERROR, "regex")
+    assert (bad.finish_reason, bad.error_field) == (FinishReason.ERROR, "regex")
     assert bad.error is not None
-    assert bad.error.startswith("regex cannot be followed")
+    assert bad.error.startswith("cannot be followed")
     assert sum(len(output.token_ids) for output in outputs if output.request_id == "good") == 30
     with pytest.raises(ValueError, match=r"^regex cannot be followed"):
         engine.check_grammar(SamplingParams(regex="["))

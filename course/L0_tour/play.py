@@ -16,7 +16,8 @@ from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.ipc.messages import AddRequest
 from mini_sglang.outputs import StepOutputs
-from mini_sglang.server.openai.bodies import GenerateBody, parse_prompt
+from mini_sglang.server.generation import parse_prompt, to_sampling_params
+from mini_sglang.server.native.bodies import GenerateBody
 from mini_sglang.server.request_body import check_body
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
@@ -68,7 +69,7 @@ def arrive(trace: Trace, engine: Engine, tokenizer: Tokenizer) -> OutputProcesso
     """Stages 1 to 3; returns what will make text of the request's tokens."""
     with trace.timed():
         body = check_body(json.loads(BODY), GenerateBody)
-        params, prompt = body.sampling_params(), parse_prompt(body.prompt)
+        params, prompt = to_sampling_params(body.sampling_fields()), parse_prompt(body.prompt)
     trace.stage("route", "server/native/routes.py", body=BODY.decode(), becomes=msgspec.to_builtins(params))
 
     with trace.timed():

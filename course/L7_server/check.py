@@ -276,10 +276,15 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
 
+def describe(error: Exception) -> bytes:
+    """The last event of a stream that fails."""
+    return f"data: {error}\n\n".encode()
+
+
 @guards("nobody-notices")
 def test_work_ends_when_its_client_has_gone() -> None:
+    from mini_sglang.server.answering import while_connected
     from mini_sglang.server.errors import ClientDisconnected
-    from mini_sglang.server.streaming import while_connected
 
     async def leave() -> tuple[str, bool]:
         client, ended = Client(), asyncio.Event()
@@ -309,8 +314,8 @@ def test_work_ends_when_its_client_has_gone() -> None:
 
 @guards("status-too-early")
 def test_what_fails_before_the_first_event_gets_a_status_of_its_own() -> None:
+    from mini_sglang.server.answering import EventStream
     from mini_sglang.server.errors import ApiError
-    from mini_sglang.server.streaming import EventStream
 
     async def refused() -> AsyncGenerator[bytes, None]:
         raise ApiError(429, "the queue is full")
@@ -319,7 +324,7 @@ def test_what_fails_before_the_first_event_gets_a_status_of_its_own() -> None:
     async def start() -> list[Any]:
         client = Client()
         with contextlib.suppress(ApiError):
-            await EventStream(refused())({}, client.receive, client.send)
+            await EventStream(refused(), describe)({}, client.receive, client.send)
         return client.sent
 
     expect(
@@ -333,8 +338,8 @@ def test_what_fails_before_the_first_event_gets_a_status_of_its_own() -> None:
 
 @guards("silent-break")
 def test_what_fails_later_is_said_in_the_stream() -> None:
+    from mini_sglang.server.answering import EventStream
     from mini_sglang.server.errors import ApiError
-    from mini_sglang.server.streaming import EventStream
 
     async def breaks() -> AsyncGenerator[bytes, None]:
         yield b"data: 1\n\n"
@@ -343,7 +348,7 @@ def test_what_fails_later_is_said_in_the_stream() -> None:
     async def start() -> tuple[bool, bool]:
         client = Client()
         with contextlib.suppress(ApiError):
-            await EventStream(breaks())({}, client.receive, client.send)
+            await EventStream(breaks(), describe)({}, client.receive, client.send)
         return "the engine stopped" in client.text, not client.sent[-1].get("more_body", False)
 
     expect(
@@ -356,7 +361,7 @@ def test_what_fails_later_is_said_in_the_stream() -> None:
 
 @guards("generator-left-open")
 def test_the_generator_is_closed_before_the_response_is_over() -> None:
-    from mini_sglang.server.streaming import EventStream
+    from mini_sglang.server.answering import EventStream
 
     async def leave() -> bool:
         client, closed = Client(), False
@@ -373,7 +378,7 @@ def test_the_generator_is_closed_before_the_response_is_over() -> None:
             client.gone.set()
             await asyncio.sleep(0.01)  # the client leaves while something is being sent
 
-        response = EventStream(endless())
+        response = EventStream(endless(), describe)
         await response({}, client.receive, send)
         return closed
 

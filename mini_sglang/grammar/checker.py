@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from mini_sglang.child_process import leave_signals_to_parent
+from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, error_field, grammar_key, grammar_only
 from mini_sglang.sampling_params import SamplingParams
 
@@ -42,19 +43,19 @@ class GrammarChecker:
         self._child: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._turn = asyncio.Lock()
         self._checks: dict[bytes, asyncio.Task[str]] = {}  # under way, by grammar
-        self._found: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with a grammar; empty if nothing is
+        self._found: OrderedDict[bytes, str] = OrderedDict()  # the problem of a grammar; empty if it has none
 
     async def check(self, params: SamplingParams) -> None:
-        """Raise ValueError, naming the field, if the grammar that `params` ask for does not compile."""
+        """Raise FieldError if the grammar that `params` ask for does not compile."""
         key = grammar_key(params)
-        error = self._found.get(key)
-        if error is None:
+        problem = self._found.get(key)
+        if problem is None:
             if key not in self._checks:  # a task of its own: whoever leaves meanwhile must not stop it half-way
                 self._checks[key] = asyncio.create_task(self._check(params, key))
                 self._checks[key].add_done_callback(lambda _: self._checks.pop(key))
-            error = await asyncio.shield(self._checks[key])
-        if error:
-            raise ValueError(error)
+            problem = await asyncio.shield(self._checks[key])
+        if problem:
+            raise FieldError(error_field(params), problem)
 
     async def close(self) -> None:
         """End the child."""
@@ -63,25 +64,26 @@ class GrammarChecker:
         await self._end_child()
 
     async def _check(self, params: SamplingParams, key: bytes) -> str:
+        """The problem of a grammar; empty if it has none."""
         async with self._turn:
             try:
                 child = await self._living_child()
                 async with asyncio.timeout(LIMIT_S):
-                    error = (await _ask(child, msgspec.msgpack.encode(grammar_only(params)))).decode()
-                self._remember(key, error)
-                return error
+                    problem = (await _ask(child, msgspec.msgpack.encode(grammar_only(params)))).decode()
+                self._remember(key, problem)
+                return problem
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
                 await self._end_child()
                 self._begin_child()
                 memory = _MEMORY >> 20
-                return f"{error_field(params)} takes more than {LIMIT_S} s or {memory} MiB to compile; make it smaller"
+                return f"takes more than {LIMIT_S} s or {memory} MiB to compile; make it smaller"
             except BaseException:  # nobody knows where the conversation stands
                 await self._end_child()
                 raise
 
-    def _remember(self, key: bytes, error: str) -> None:
+    def _remember(self, key: bytes, problem: str) -> None:
         """Not what a limit says, which another time may not be reached."""
-        self._found[key] = error
+        self._found[key] = problem
         if len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)
 
@@ -149,8 +151,8 @@ def main() -> int:
         signal.alarm(_ALARM_S)
         try:
             compiler.compile(params)
-        except ValueError as error:
-            _answer(str(error))
+        except FieldError as error:
+            _answer(error.problem)
         else:
             _answer("")
         signal.alarm(0)

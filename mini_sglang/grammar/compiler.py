@@ -16,7 +16,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from mini_sglang.errors import shorten
+from mini_sglang.errors import FieldError, shorten
 from mini_sglang.grammar.closing import EndingFinder
 from mini_sglang.sampling_params import SamplingParams
 
@@ -67,7 +67,7 @@ class Matcher:
         self._ending: list[int] = []  # what is left of the one that is followed
 
     def advance(self, token_id: int) -> None:
-        """Take in the next token of the answer. Raises ValueError, naming the field, if the grammar cannot go on."""
+        """Take in the next token of the answer. Raises FieldError if the grammar cannot go on."""
         self._matcher.consume_token(token_id)
         self._tokens_left -= 1
         self._check()
@@ -75,12 +75,12 @@ class Matcher:
     def mask(self) -> bytes:
         """One bit per token that says whether it may come next, lowest bit first, in whole words of 32 bits.
 
-        Raises ValueError, naming the field, if the grammar takes more than a mask may take, or nothing fits.
+        Raises FieldError if the grammar takes more than a mask may take, or nothing fits.
         """
         mask: bytes = self._matcher.compute_bitmask()
         self._check()
         if not any(mask):
-            raise ValueError(f"{self._field} allows no token of this model here")
+            raise FieldError(self._field, "allows no token of this model here")
         if self._tokens_left <= self._next_look and not self._ending:
             self._look_for_ending()
         return (1 << self._ending.pop(0)).to_bytes(len(mask), "little") if self._ending else mask
@@ -144,7 +144,7 @@ class GrammarCompiler:
     def compile(self, params: SamplingParams, max_tokens: int = 1 << 31) -> Matcher:
         """A matcher at the beginning of an answer, of at most `max_tokens`, to `params`, which are constrained.
 
-        Raises ValueError, naming the field, if the grammar is malformed, too large or not supported.
+        Raises FieldError if the grammar is malformed, too large or not supported.
         """
         field, key = error_field(params), grammar_key(params)
         with self._lock:
@@ -199,9 +199,9 @@ def error_field(params: SamplingParams) -> str:
     return "tools" if field == "tool_grammar" else field
 
 
-def unsupported(params: SamplingParams, reason: str) -> ValueError:
+def unsupported(params: SamplingParams, reason: str) -> FieldError:
     """The error of a grammar with a model that supports none; `reason` is of the model."""
-    return ValueError(f"{error_field(params)} is not supported with this model: {reason}")
+    return FieldError(error_field(params), f"is not supported with this model: {reason}")
 
 
 def grammar_key(params: SamplingParams) -> bytes:
@@ -254,10 +254,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _refusal(field: str, reason: str) -> ValueError:
+def _refusal(field: str, reason: str) -> FieldError:
     """llguidance's reason in one line, without what only helps its developers."""
     reason = " ".join(reason.replace("<non-verbose/>", "").split())
-    return ValueError(f"{field} cannot be followed: {shorten(reason, 300)[1:-1]}")
+    return FieldError(field, f"cannot be followed: {shorten(reason, 300)[1:-1]}")
 
 
 # -- tool calls -------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def tool_call_grammar(
     is no function, or no marker that could end the free text.
     """
     if not functions:
-        raise ValueError("tools must hold at least one function")
+        raise FieldError("tools", "must hold at least one function")
     special = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_token_ids}
     begin, call_begin, call_end, separator, end = (
         _marker(text, special)

@@ -13,7 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mini_sglang.grammar.compiler import GrammarCompiler, Matcher, error_field, unsupported
+from mini_sglang.errors import FieldError
+from mini_sglang.grammar.compiler import GrammarCompiler, Matcher, unsupported
 from mini_sglang.sampling_params import SamplingParams
 
 PATIENCE_S = 0.002  # a mask takes microseconds; one that takes longer costs its request a step, and the others none
@@ -25,7 +26,7 @@ class NextMask(NamedTuple):
     request_id: str
     mask: bytes | None = None  # None: nothing can follow
     error: str | None = None  # why, if the grammar is at fault
-    error_param: str | None = None
+    error_field: str | None = None  # the subject of `error`, which is then the rest of a sentence
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class GrammarMasks:
         return len(self._constraints)
 
     def check(self, params: SamplingParams) -> None:
-        """Wait until the grammar is compiled. Raises ValueError, naming the field, if it cannot be."""
+        """Wait until the grammar is compiled. Raises FieldError if it cannot be."""
         self._compile(self._loading_compiler(), params, max_tokens=1)
 
     def _loading_compiler(self) -> Future[GrammarCompiler]:
@@ -109,8 +110,8 @@ class GrammarMasks:
         constraint.due, constraint.is_compiled = None, True
         try:
             return NextMask(request_id, due.result())
-        except ValueError as error:
-            return NextMask(request_id, None, str(error), error_field(constraint.params))
+        except FieldError as error:
+            return NextMask(request_id, None, error.problem, error.field)
         except Exception as error:  # a fault of one grammar must not end the engine
             return NextMask(request_id, None, f"{type(error).__name__}: {error}")
 

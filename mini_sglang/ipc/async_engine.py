@@ -27,6 +27,7 @@ import zmq
 import zmq.asyncio
 
 from mini_sglang.config import EngineConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.grammar.checker import GrammarChecker
 from mini_sglang.grammar.compiler import NO_END_TOKEN, Vocabulary, unsupported
 from mini_sglang.ipc.messages import (
@@ -189,7 +190,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields what is new whenever there is something, the last time with a finish reason.
 
-        Leaving the iterator early, or cancelling its consumer, aborts the request. Raises ValueError if the engine
+        Leaving the iterator early, or cancelling its consumer, aborts the request. Raises FieldError if the engine
         refuses the request, or its grammar does not compile.
         """
         self._check_alive()
@@ -293,9 +294,9 @@ class AsyncEngine:
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case RequestRejected(wire_id, error):
+            case RequestRejected(wire_id, field, problem, others):
                 if (stream := self._streams.pop(wire_id, None)) is not None:
-                    stream.outputs.fail(ValueError(error))
+                    stream.outputs.fail(FieldError(field, problem, *others))
             case Pong(call_id) | Stats(call_id) | CacheFlushed(call_id) | Trace(call_id):
                 call = self._calls.get(call_id)
                 if call is not None and not call.done():

@@ -16,6 +16,7 @@ import zmq
 from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
+from mini_sglang.errors import FieldError
 from mini_sglang.ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -140,8 +141,8 @@ class EngineLoop:
                 cache_salt=message.cache_salt,
                 priority=message.priority,
             )
-        except ValueError as error:  # this request is wrong; the others go on
-            self._send(RequestRejected(message.request_id, str(error)))
+        except FieldError as error:  # this request is wrong; the others go on
+            self._send(RequestRejected(message.request_id, error.field, error.problem, list(error.others)))
 
     def _trace(self, message: StartTrace | StopTrace) -> Trace:
         try:

@@ -87,10 +87,12 @@ class Outputs(msgspec.Struct, tag=True):
 
 
 class RequestRejected(msgspec.Struct, tag=True):
-    """The engine refused an AddRequest; the error names the field."""
+    """The engine refused an AddRequest with a FieldError of these parts."""
 
     request_id: str
-    error: str
+    field: str
+    problem: str
+    others: list[str] = []
 
 
 class Pong(msgspec.Struct, tag=True):

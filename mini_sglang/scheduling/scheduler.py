@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from mini_sglang.config import ResolvedConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.request import Request, RequestStatus
 from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
@@ -107,19 +108,20 @@ class Scheduler:
     # -- coming and going ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError, naming the field, if its id is in use or its prompt can never fit."""
+        """Queue a request. Raises FieldError if its id is in use or its prompt can never fit."""
         if request.request_id in self._requests:
-            raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not ended")
+            raise FieldError("request_id", f"{request.request_id!r} is in use by a request that has not ended")
         length = len(request.prompt_ids)
         if length == 0:
-            raise ValueError("prompt must hold at least one token, got none")
+            raise FieldError("prompt", "must hold at least one token, got none")
         if length >= self._context_length:
-            raise ValueError(
-                f"prompt has {length} tokens and needs room for one more, but the context length is "
-                f"{self._context_length} tokens"
+            raise FieldError(
+                "prompt",
+                f"has {length} tokens and needs room for one more, but the context length is "
+                f"{self._context_length} tokens",
             )
         if length > self._pool_tokens:
-            raise ValueError(f"prompt has {length} tokens, but the KV cache holds only {self._pool_tokens} tokens")
+            raise FieldError("prompt", f"has {length} tokens, but the KV cache holds only {self._pool_tokens} tokens")
         # The token sampled last is never computed, so it needs no place in the pool.
         request.max_num_tokens = min(self._context_length, self._pool_tokens + 1)
         if request.params.max_tokens is not None:
@@ -146,14 +148,14 @@ class Scheduler:
             request.mask, request.mask_position = mask, request.num_known_tokens
 
     def end(
-        self, request_id: str, reason: FinishReason, error: str | None = None, error_param: str | None = None
+        self, request_id: str, reason: FinishReason, error: str | None = None, error_field: str | None = None
     ) -> TokenOutput | None:
         """End a request between two tokens; returns its last output, or None if it has ended already."""
         request = self._requests.get(request_id)
-        return None if request is None else self._end_without_token(request, reason, error, error_param)
+        return None if request is None else self._end_without_token(request, reason, error, error_field)
 
     def _end_without_token(
-        self, request: Request, reason: FinishReason, error: str | None = None, error_param: str | None = None
+        self, request: Request, reason: FinishReason, error: str | None = None, error_field: str | None = None
     ) -> TokenOutput:
         self._end(request, reason)
         return TokenOutput(
@@ -162,7 +164,7 @@ class Scheduler:
             finish_reason=reason,
             num_cached_tokens=request.num_cached_tokens,
             error=error,
-            error_param=error_param,
+            error_field=error_field,
         )
 
     def _end(self, request: Request, reason: FinishReason) -> None:

@@ -1,78 +1,56 @@
-"""The walk that /v1/messages and /v1/responses share: a conversation in, an answer made of blocks out.
+"""From the body of a chat API to a job: the conversation becomes messages, and these become a prompt's tokens.
 
-A stream is a row of named events, which the format of each API makes of engine outputs.
+Chats, /v1/responses and /v1/messages all go through here. Knows the bodies by what they have in common.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Protocol
+from fastapi import Request
 
-from fastapi import Request, Response
-
-from mini_sglang.outputs import RequestOutput
+from mini_sglang.errors import FieldError
 from mini_sglang.server.answers.model_format import AnswerPlan
-from mini_sglang.server.anthropic.bodies import MessagesBody
+from mini_sglang.server.bodies import ConversationBody, Message, TemplateBody
 from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.errors import ApiError
-from mini_sglang.server.generation import Job, collect, encode_answer, make_chat_job, run_job
-from mini_sglang.server.openai.format import Json
-from mini_sglang.server.request_body import invalid_body, work_on_body
-from mini_sglang.server.responses.bodies import ResponsesBody
-from mini_sglang.server.streaming import EventStream, named_event, while_connected
+from mini_sglang.server.generation import (
+    INLINE_CHARACTERS,
+    Job,
+    check_text_length,
+    make_job,
+    off_loop,
+    to_sampling_params,
+)
+from mini_sglang.server.request_body import client_errors, work_on_body
+
+_MESSAGE_CHARACTERS = 64  # rendering a message takes as long as tokenising this many characters
 
 
-class BlockFormat(Protocol):
-    """How an API writes one answer: whole, or as the events that begin, continue and end a stream."""
-
-    def whole(self, output: RequestOutput) -> Json: ...
-
-    def opening(self, first: RequestOutput) -> Iterator[Json]: ...
-
-    def delta(self, output: RequestOutput) -> Iterator[Json]: ...
-
-    def closing(self, last: RequestOutput) -> Iterator[Json]: ...
-
-    def failure(self, error: ApiError) -> Iterator[Json]: ...
-
-
-async def answer_conversation(
-    request: Request,
-    body: MessagesBody | ResponsesBody,
-    job_id: str,
-    make_format: Callable[[Job, AnswerPlan], BlockFormat],
-) -> Response:
-    """The answer to `body`. Raises ApiError."""
+async def make_chat_job(request: Request, job_id: str, body: ConversationBody) -> tuple[Job, AnswerPlan]:
+    """The work for a conversation, and what its answers may consist of. Raises ApiError 400."""
     context = context_of(request)
-    try:
+    with client_errors(body.field_names):
         params, messages, template = await work_on_body(
-            request, lambda: (body.sampling_params(), body.chat_messages(), body.template())
+            request, lambda: (to_sampling_params(body.sampling_fields()), body.chat_messages(), body.template())
         )
-    except ValueError as error:
-        raise invalid_body(error).in_words(body.client_words) from None
-    job, plan = await make_chat_job(context, job_id, messages, template, params, body)
-    answer_format = make_format(job, plan)
-    if body.stream:
-        return EventStream(
-            _events(context, job, answer_format),
-            lambda error: b"".join(map(named_event, answer_format.failure(error))),
-        )
-    [output] = await while_connected(request.receive, collect(context, job))
-    whole = await encode_answer(job, [output], lambda: answer_format.whole(output))
-    return Response(whole, media_type="application/json")
+        prompt_ids = await encode_messages(context, messages, template)
+        plan = context.dialect.plan(template, messages, prompt_ids)
+        return make_job(context, job_id, [prompt_ids], plan.constrain(params), body), plan
 
 
-async def _events(context: ServerContext, job: Job, answer_format: BlockFormat) -> AsyncGenerator[bytes, None]:
-    is_open = False
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
-        async for _, output in outputs:
-            if not is_open:
-                is_open = True
-                for item in answer_format.opening(output):
-                    yield named_event(item)
-            for item in answer_format.delta(output):
-                yield named_event(item)
-            if output.finished:
-                for item in answer_format.closing(output):
-                    yield named_event(item)
+async def encode_messages(context: ServerContext, messages: list[Message], template: TemplateBody) -> list[int]:
+    """Token ids of a conversation with tools, as the chat template writes it. Raises FieldError if it refuses."""
+
+    def encode() -> list[int]:
+        # of earlier answers, templates may leave out thoughts
+        texts = [message.content or "" for message in messages if message.role != "assistant"]
+        texts += [str(tool.for_template()) for tool in template.offered_tools]
+        check_text_length(context, "messages", texts, at_least=len(messages))
+        return context.dialect.render(messages, template)
+
+    size = len(messages) * _MESSAGE_CHARACTERS
+    try:
+        if size <= INLINE_CHARACTERS:
+            size += sum(message.num_characters for message in messages)
+            size += sum(tool.num_characters for tool in template.offered_tools)
+        return await off_loop(size, encode)
+    except RecursionError:
+        raise FieldError("messages", "or tools are nested too deeply", "tools") from None

@@ -6,15 +6,14 @@ beyond the errors that it raises.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from mini_sglang.errors import shorten
+from mini_sglang.errors import FieldError, shorten
 from mini_sglang.ipc.async_engine import EngineDeadError
 from mini_sglang.server.request_log import current_request_id
 
@@ -45,13 +44,6 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    def in_words(self, words: Mapping[str, str]) -> ApiError:
-        """The error with the client's word for the field at fault, where that is another than the engine's."""
-        if self.param is None or self.param not in words:
-            return self
-        word = words[self.param]
-        return ApiError(self.status, self.message.replace(self.param, word, 1), param=word, code=self.code)
-
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON answer."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -59,29 +51,24 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-@contextlib.contextmanager
-def in_words(words: Mapping[str, str]) -> Iterator[None]:
-    """Errors in this block name fields as the client does."""
-    try:
-        yield
-    except ApiError as error:
-        raise error.in_words(words) from None
-
-
 class ClientDisconnected(Exception):
     """The client went away; there is nobody to answer."""
 
 
-def invalid(error: ValueError) -> ApiError:
-    """The 400 for a ValueError whose message starts with the name of a field, as all of the engine's do."""
-    message = str(error)
-    return ApiError(400, message, param=message.split(maxsplit=1)[0] if message else None, code="invalid_value")
+def invalid(
+    error: FieldError, field_names: Mapping[str, str] | None = None, code: str | None = "invalid_value"
+) -> ApiError:
+    """The 400 for a field at fault. `field_names`: the client's names of fields that the engine calls otherwise."""
+    error = error.renamed(field_names or {})
+    return ApiError(400, str(error), param=error.field, code=code)
 
 
 def as_api_error(error: Exception) -> ApiError:
     """The answer to any exception that a request can meet. What is not foreseen is logged and a 500."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, FieldError):
+        return invalid(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     if isinstance(error, EngineDeadError):
@@ -121,7 +108,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # logged by the HTTP server, read by nobody
 
-    for kind in (ApiError, HTTPException, EngineDeadError):
+    for kind in (ApiError, FieldError, HTTPException, EngineDeadError):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnected, nobody)
     app.add_exception_handler(Exception, unforeseen)

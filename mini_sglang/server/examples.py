@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from mini_sglang.server.bodies import Json
 
 _QUESTION = {"messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 64}
 
-EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
+EXAMPLES: dict[str, dict[str, Json]] = {
     "ChatBody": {
         "A question": _QUESTION,
         "Streamed, with usage": {**_QUESTION, "stream": True, "stream_options": {"include_usage": True}},

@@ -14,20 +14,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mini_sglang.errors import shorten
+from mini_sglang.errors import FieldError, shorten
 from mini_sglang.ipc.messages import EngineInfo
-from mini_sglang.outputs import FinishReason, RequestOutput, Usage
+from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody, Json
 from mini_sglang.server.context import ServerContext
-from mini_sglang.server.errors import ApiError, in_words, invalid
-from mini_sglang.server.openai.bodies import JobBody, Message, TemplateBody
+from mini_sglang.server.errors import ApiError, invalid
 
 Result = TypeVar("Result")
 
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
-_INLINE_CHARACTERS = 4096  # text up to here is tokenised faster than a thread is reached
-_MESSAGE_CHARACTERS = 64  # rendering a message takes as long as tokenising so many characters
+INLINE_CHARACTERS = 4096  # text up to here is tokenised faster than a thread is reached
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Job:
     params: list[SamplingParams]  # one per choice
     cache_salt: str
     priority: int
-    client_words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the body
+    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the body
     is_only_echo: bool = False  # only the prompts are of interest: what is generated counts as nothing
 
     @property
@@ -64,32 +62,66 @@ class Job:
         return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
 
 
+def to_sampling_params(fields: Json) -> SamplingParams:
+    """The sampling parameters with these fields; those that are None keep their defaults. Raises FieldError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
+    params = SamplingParams(**given)
+    params.validate()
+    return params
+
+
+def _parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings; these must be token ids."""
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise FieldError("logit_bias", f"must map token ids to numbers, got the key {shorten(key, 20)}")
+    return {int(key): value for key, value in bias.items()}
+
+
+def parse_prompts(value: Any) -> list[str | list[int]]:
+    """The prompts of a completions request, in order. Raises FieldError."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise FieldError("prompt", f"must be a string or a list, got {type(value).__name__}")
+    if not value:
+        raise FieldError("prompt", "must not be an empty list")
+    if isinstance(value[0], (str, list)):
+        return [parse_prompt(item) for item in value]
+    return [parse_prompt(value)]
+
+
+def parse_prompt(value: Any) -> str | list[int]:
+    """One prompt: text or token ids. Raises FieldError."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise FieldError("prompt", f"must be a string or a list of token ids, got {type(value).__name__}")
+    if len(value) > MAX_TOKEN_IDS:
+        raise FieldError("prompt", f"may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
+    for item in value:
+        if type(item) is not int:
+            raise FieldError("prompt", f"must hold token ids only, got {shorten(item)} among them")
+    return value
+
+
 def make_job(
     context: ServerContext,
     job_id: str,
     prompts: list[list[int]],
     params: SamplingParams,
     body: JobBody,
-    n: int = 1,
-    *,
-    field: str = "prompt",
-    is_only_echo: bool = False,
 ) -> Job:
-    """Check parameters and prompts, which the body's `field` gave, against the engine's limits.
-
-    Raises ApiError 400.
-    """
-    info = context.engine.info
-    num_choices = len(prompts) * n
-    try:
-        params.validate(info.vocab_size)
-        for prompt_ids in prompts:
-            check_prompt(prompt_ids, info, field)
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
+    """Check parameters and prompts against the engine's limits. Raises FieldError."""
+    info, n = context.engine.info, body.num_choices
+    params.validate(info.vocab_size)
+    for prompt_ids in prompts:
+        check_prompt(prompt_ids, info)
     choice_params = [
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
-        for choice in range(num_choices)
+        for choice in range(len(prompts) * n)
     ]
     return Job(
         job_id,
@@ -98,50 +130,44 @@ def make_job(
         choice_params,
         body.cache_salt or "",
         body.priority,
-        client_words=body.client_words,
-        is_only_echo=is_only_echo,
+        field_names=body.field_names,
+        is_only_echo=body.is_only_echo,
     )
 
 
-def check_prompt(prompt_ids: list[int], info: EngineInfo, field: str) -> None:
-    """Raise ValueError, with the count and the limit, for a prompt that the engine can never serve.
-
-    `field` is the one that the prompt came from.
-    """
+def check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
+    """Raise FieldError, with the count and the limit, for a prompt that the engine can never serve."""
     if not prompt_ids:
-        raise ValueError(f"{field} must hold at least one token, got none")
-    _check_length(len(prompt_ids), info, f"{field} has")
+        raise FieldError("prompt", "must hold at least one token, got none")
+    _check_length("prompt", f"{len(prompt_ids)}", len(prompt_ids), info)
     if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
         bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size)
-        raise ValueError(f"{field} token ids must be between 0 and {info.vocab_size - 1}, got {shorten(bad)}")
+        raise FieldError("prompt", f"token ids must be between 0 and {info.vocab_size - 1}, got {shorten(bad)}")
 
 
-def _check_length(count: int, info: EngineInfo, so_many: str) -> None:
-    """Raise ValueError, which opens with the words `so_many`, if a prompt of `count` tokens can never be served."""
-    if count >= info.context_length:
-        raise ValueError(
-            f"{so_many} {count} tokens, but the context holds {info.context_length} for prompt and answer together"
+def _check_length(field: str, length: str, num_tokens: int, info: EngineInfo) -> None:
+    """Raise FieldError, which calls `num_tokens` `length`, if a prompt of that many tokens can never be served."""
+    if num_tokens >= info.context_length:
+        problem = f"has {length} tokens, but the context holds {info.context_length} for prompt and answer together"
+        raise FieldError(field, problem)
+    if num_tokens > info.max_prompt_tokens:
+        raise FieldError(
+            field,
+            f"has {length} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
+            f"{info.max_prompt_tokens}",
         )
-    if count > info.max_prompt_tokens:
-        raise ValueError(
-            f"{so_many} {count} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
-            f"{info.max_prompt_tokens}"
-        )
 
 
-def _check_text_length(context: ServerContext, texts: Sequence[str], field: str, at_least: int = 0) -> None:
-    """Refuse what is certainly too long before any time goes into tokenising it. Raises ApiError 400.
+def check_text_length(context: ServerContext, field: str, texts: Sequence[str], at_least: int = 0) -> None:
+    """Refuse what is certainly too long before any time goes into tokenising it. Raises FieldError.
 
-    `texts` are parts of one prompt, which has `at_least` so many tokens for another reason.
+    `texts` are parts of one prompt, which `field` gave and which has `at_least` this many tokens for another reason.
     """
     num_bytes = sum(len(text.encode()) for text in texts)
     info = context.engine.info
-    if max(num_bytes, at_least) <= info.max_prompt_tokens:  # a token takes at least a byte
-        return
-    try:
-        _check_length(max(context.tokenizer.min_tokens(num_bytes), at_least), info, f"{field} has at least")
-    except ValueError as error:
-        raise invalid(error) from None
+    if max(num_bytes, at_least) > info.max_prompt_tokens:  # a token takes at least a byte
+        num_tokens = max(context.tokenizer.min_tokens(num_bytes), at_least)
+        _check_length(field, f"at least {num_tokens}", num_tokens, info)
 
 
 def _params_of_choice(params: SamplingParams, choice: int, room: int, vocab_size: int) -> SamplingParams:
@@ -159,18 +185,17 @@ async def encode_prompts(
     *,
     n: int = 1,
     add_special_tokens: bool = True,
-    field: str = "prompt",
 ) -> list[list[int]]:
-    """Token ids of each prompt, which the body's `field` gave; those given as ids stay as they are.
+    """Token ids of each prompt; those given as ids stay as they are.
 
-    Raises ApiError 400 for more prompts, each with `n` choices, or longer texts than can be served.
+    Raises FieldError for more prompts, each with `n` choices, or longer texts than can be served.
     """
-    if len(prompts) * n > MAX_CHOICES_PER_REQUEST:
-        message = f"{field} and n ask for {len(prompts) * n} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
-        raise ApiError(400, message, param=field, code="invalid_value")
+    if (num_choices := len(prompts) * n) > MAX_CHOICES_PER_REQUEST:
+        problem = f"and n ask for {num_choices} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
+        raise FieldError("prompt", problem)
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text_length(context, [prompt], field)
+            check_text_length(context, "prompt", [prompt])
 
     def encode() -> list[list[int]]:
         return [
@@ -181,54 +206,9 @@ async def encode_prompts(
     return await off_loop(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), encode)
 
 
-async def encode_messages(context: ServerContext, messages: list[Message], body: TemplateBody) -> list[int]:
-    """Token ids of a conversation with tools, as the chat template writes it. Raises ApiError 400 if it refuses."""
-
-    def encode() -> list[int]:
-        # of earlier answers, templates may leave out thoughts
-        texts = [message.content or "" for message in messages if message.role != "assistant"]
-        texts += [str(tool.for_template()) for tool in body.offered_tools]
-        _check_text_length(context, texts, "messages", at_least=len(messages))
-        return context.dialect.render(messages, body)
-
-    size = len(messages) * _MESSAGE_CHARACTERS
-    try:
-        if size <= _INLINE_CHARACTERS:
-            size += sum(message.num_characters for message in messages)
-            size += sum(tool.num_characters for tool in body.offered_tools)
-        return await off_loop(size, encode)
-    except ValueError as error:
-        raise invalid(error) from None
-    except RecursionError:
-        raise invalid(ValueError("messages or tools are nested too deeply")) from None
-
-
-async def make_chat_job(
-    context: ServerContext,
-    job_id: str,
-    messages: list[Message],
-    template: TemplateBody,
-    params: SamplingParams,
-    body: JobBody,
-    n: int = 1,
-) -> tuple[Job, AnswerPlan]:
-    """The work for a conversation, and what its answers may consist of. Raises ApiError 400."""
-    with in_words(body.client_words):
-        prompt_ids = await encode_messages(context, messages, template)
-        plan = context.dialect.plan(template, messages, prompt_ids)
-        constrained = plan.constrain(params)
-    return make_job(context, job_id, [prompt_ids], constrained, body, n, field="messages"), plan
-
-
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     """Do work that takes time in proportion to `size` characters; what is long must not hold up other streams."""
-    return work() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
-
-
-async def encode_answer(job: Job, outputs: Sequence[RequestOutput], make: Callable[[], Any]) -> bytes:
-    """The JSON of what `make` makes of all outputs of a job. Their log-probabilities are what takes long."""
-    size = sum(job.num_logprobs(choice, output.usage.completion_tokens) for choice, output in enumerate(outputs))
-    return await off_loop(size, lambda: msgspec.json.encode(make()))
+    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -237,7 +217,7 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
     a choice fails; EngineDeadError if the engine ends.
     """
-    with in_words(job.client_words), _registered(context, job):
+    with _registered(context, job):
         if job.num_choices == 1:
             async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
                 async for output in outputs:
@@ -255,7 +235,8 @@ def _registered(context: ServerContext, job: Job) -> Iterator[None]:
     Raises ApiError 400 if the id is taken, 429 if the queue has no room.
     """
     if job.id in context.jobs or job.id in context.engine.request_ids:
-        raise ApiError(400, f"request_id {shorten(job.id)} is in use by a request under way", param="request_id")
+        in_use = FieldError("request_id", f"{shorten(job.id)} is in use by a request under way")
+        raise invalid(in_use, job.field_names, code=None)
     limit = context.engine.info.max_running_requests + context.config.max_waiting_requests
     if sum(map(len, context.jobs.values())) + job.num_choices > limit:
         raise ApiError(429, f"the queue is full: the server takes at most {limit} requests at once", code="queue_full")
@@ -308,11 +289,12 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
-                    message = output.error or "the engine could not go on with this request"
-                    raise ApiError(400 if output.error_param else 500, message, param=output.error_param)
+                    if output.field_error is not None:
+                        raise invalid(output.field_error, job.field_names, code=None)
+                    raise ApiError(500, output.error or "the engine could not go on with this request")
                 yield _without_answer(output) if job.is_only_echo else output
-    except ValueError as error:
-        raise invalid(error) from error
+    except FieldError as error:
+        raise invalid(error, job.field_names) from error
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:
@@ -327,23 +309,4 @@ def _without_answer(output: RequestOutput) -> RequestOutput:
         num_text_pieces=0,
         finish_reason=reason,
         stop_reason=None,
-    )
-
-
-async def collect(context: ServerContext, job: Job) -> list[RequestOutput]:
-    """Run a job to its end; the last output of each choice, in order, which holds the whole answer."""
-    last: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
-        async for choice, output in outputs:
-            last[choice] = output
-    return [last[choice] for choice in range(job.num_choices)]
-
-
-def total_usage(job: Job, outputs: Sequence[RequestOutput]) -> Usage:
-    """Tokens of all choices; a prompt counts once however many choices continue it."""
-    firsts = outputs[:: job.n]
-    return Usage(
-        prompt_tokens=sum(output.usage.prompt_tokens for output in firsts),
-        completion_tokens=sum(output.usage.completion_tokens for output in outputs),
-        cached_tokens=sum(output.usage.cached_tokens for output in firsts),
     )

@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from mini_sglang.server.anthropic.bodies import CountTokensBody, MessagesBody
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.examples import EXAMPLES
-from mini_sglang.server.openai.bodies import ROUTE_BODIES
+from mini_sglang.server.native.bodies import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody
+from mini_sglang.server.openai.bodies import ChatBody, CompletionBody
 from mini_sglang.server.request_body import SCHEMA_REF
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.server.sglang.bodies import SglangBody
 
-Json = dict[str, Any]
-
-_BODIES = (*ROUTE_BODIES, MessagesBody, CountTokensBody, ResponsesBody, SglangBody)
+_BODIES = (
+    *(ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody, SglangBody),
+    *(GenerateBody, TokenizeBody, DetokenizeBody, AbortBody, ProfileBody),
+)
 _ERROR = {
     "type": "object",
     "required": ["error"],

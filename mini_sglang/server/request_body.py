@@ -6,10 +6,11 @@ Whatever is wrong becomes an ApiError that names the field. Knows the bodies' mo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,8 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from mini_sglang.errors import shorten
+from mini_sglang.errors import FieldError, shorten
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 
@@ -29,7 +31,7 @@ _MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
 SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def takes(*models: type[BaseModel], required: bool = True) -> dict[str, Any]:
+def takes(*models: type[BaseModel], required: bool = True) -> Json:
     """`openapi_extra` of a route that reads its body as one of these."""
     schemas = [{"$ref": SCHEMA_REF.format(model=model.__name__)} for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -49,7 +51,7 @@ async def work_on_body(request: Request, work: Callable[[], Result]) -> Result:
     return work() if is_small else await asyncio.to_thread(work)
 
 
-async def read_object(request: Request) -> dict[str, Any]:
+async def read_object(request: Request) -> Json:
     """The request's body as a JSON object whose fields nobody has looked at. Raises what `read_body` does."""
     context = context_of(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -62,7 +64,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     return decode_object(data)
 
 
-def decode_object(data: bytes) -> dict[str, Any]:
+def decode_object(data: bytes) -> Json:
     """Decode a JSON body that must be an object. Raises ApiError 400."""
     value = _decode(data)
     if not isinstance(value, dict):
@@ -70,7 +72,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def check_body(value: dict[str, Any], model: type[Body]) -> Body:
+def check_body(value: Json, model: type[Body]) -> Body:
     """A JSON object as `model`. Raises ApiError 400."""
     for name in value:
         if name not in model.model_fields:
@@ -80,6 +82,17 @@ def check_body(value: dict[str, Any], model: type[Body]) -> Body:
         return model.model_validate(value)
     except ValidationError as error:
         raise _describe(error, value) from None
+
+
+@contextlib.contextmanager
+def client_errors(field_names: Mapping[str, str]) -> Iterator[None]:
+    """What is found wrong with a checked body in this block is an ApiError 400 with the client's names of fields."""
+    try:
+        yield
+    except ValidationError as error:  # of what the body is turned into
+        raise _describe(error, field_names=field_names) from None
+    except FieldError as error:
+        raise invalid(error, field_names) from None
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
@@ -148,15 +161,16 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _describe(error: ValidationError, value: Any = None) -> ApiError:
+def _describe(error: ValidationError, value: Any = None, field_names: Mapping[str, str] | None = None) -> ApiError:
     """The first thing that a model found wrong in `value`, as one sentence that starts with the field's name."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
     loc = first["loc"]
     num_present = len(loc) - (first["type"] == "missing")
     path = ".".join(_cut(str(part)) for part in (*_path(loc[:num_present], value), *loc[num_present:]))
     message = first["msg"].removeprefix("Value error, ")
-    if not path:  # a rule about several fields: its message starts with the name of one
-        return invalid(ValueError(message))
+    if not path and isinstance(cause, FieldError):  # a rule about several fields
+        return invalid(cause, field_names)
     if first["type"] == "missing":
         text = f"{path} is required"
     elif first["type"] == "extra_forbidden":
@@ -176,11 +190,6 @@ def _path(loc: Sequence[Any], value: Any) -> Iterator[int | str]:
             yield step
         elif index == 0:
             yield step  # the field, in a value that is not known
-
-
-def invalid_body(error: ValueError) -> ApiError:
-    """The 400 for what a body raises when it is turned into something else."""
-    return _describe(error) if isinstance(error, ValidationError) else invalid(error)
 
 
 def _cut(name: str, length: int = 80) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason, GeneratedTokens, RequestOutput, TokenOutput, Usage
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.detokenizer import IncrementalDetokenizer, StopChecker
@@ -24,7 +25,7 @@ class OutputProcessor:
         self.finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
         self._error: str | None = None
-        self._error_param: str | None = None
+        self._field_error: FieldError | None = None
         self._num_cached_tokens = 0
         self._queued_s: float | None = None
         self._detokenizer = IncrementalDetokenizer(
@@ -86,7 +87,10 @@ class OutputProcessor:
         if self._stop.matched is not None:
             self.finish_reason, self._stop_reason = FinishReason.STOP, self._stop.matched
             return
-        self.finish_reason, self._error, self._error_param = output.finish_reason, output.error, output.error_param
+        self.finish_reason, self._error = output.finish_reason, output.error
+        if output.error_field is not None:
+            self._field_error = FieldError(output.error_field, output.error or "")
+            self._error = str(self._field_error)
         if output.stop_token_id in self.params.stop_token_ids:
             self._stop_reason = output.stop_token_id
 
@@ -105,7 +109,7 @@ class OutputProcessor:
             queued_s=self._queued_s,
             stop_reason=self._stop_reason,
             error=self._error,
-            error_param=self._error_param,
+            field_error=self._field_error,
             generated=self._generated,
             num_text_pieces=len(self._generated.text_pieces),
         )

@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
 
+from mini_sglang.errors import FieldError
 from mini_sglang.weights.gguf_config import gguf_end_token_ids
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
@@ -83,7 +84,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds the begin or end tokens that the model expects.
 
-        Raises ValueError for half of a surrogate pair, which no tokenizer can encode.
+        Raises FieldError for half of a surrogate pair, which no tokenizer can encode.
         """
         _refuse_surrogates("text", text)
         # the batch call lets other threads run meanwhile, and skips the offsets that nobody needs
@@ -110,14 +111,14 @@ class Tokenizer:
 
         `continue_final_message` leaves the last message open to be continued. `template_kwargs` reach the template
         (`tools`, `documents`, `enable_thinking`, …). The template runs in jinja2's immutable sandbox.
-        Raises ValueError if the model has no chat template, or the template does not take these messages.
+        Raises FieldError if the model has no chat template, or the template does not take these messages.
         """
         if not self.has_chat_template:
-            raise ValueError("messages cannot be rendered: this model has no chat template; send a plain prompt")
+            raise FieldError("messages", "cannot be rendered: this model has no chat template; send a plain prompt")
         if not messages:
-            raise ValueError("messages must hold at least one message, got none")
+            raise FieldError("messages", "must hold at least one message, got none")
         if refused := sorted(template_kwargs.keys() & _RESERVED_ARGUMENTS):
-            raise ValueError(f"chat_template_kwargs must not hold {', '.join(refused)}")
+            raise FieldError("chat_template_kwargs", f"must not hold {', '.join(refused)}")
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -127,7 +128,8 @@ class Tokenizer:
                 **template_kwargs,
             )
         except Exception as error:  # a template is a program: with some messages it may fail in any way
-            raise ValueError(f"messages are not accepted by the model's chat template: {str(error)[:200]}") from error
+            problem = f"are not accepted by the model's chat template: {str(error)[:200]}"
+            raise FieldError("messages", problem) from error
         _refuse_surrogates("messages", text)
         return self.encode(text, add_special_tokens=False)
 
@@ -191,10 +193,8 @@ def _from_gguf(path: Path) -> Tokenizer:
 
 def _refuse_surrogates(field: str, text: str) -> None:
     if match := _SURROGATE.search(text):
-        raise ValueError(
-            f"{field} holds half of a surrogate pair (U+{ord(match.group()):04X} at index {match.start()}), "
-            "which is no character"
-        )
+        position = f"U+{ord(match.group()):04X} at index {match.start()}"
+        raise FieldError(field, f"holds half of a surrogate pair ({position}), which is no character")
 
 
 def _byte_characters() -> dict[str, bytes]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mini_sglang.config import EngineConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.ipc.async_engine import AsyncEngine, EngineDeadError, OutputQueue
 from mini_sglang.outputs import FinishReason, RequestOutput, StepOutputs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
@@ -195,8 +196,13 @@ def test_a_request_that_the_engine_refuses_leaves_the_others_alone(engine: Async
             ([5] * CONTEXT_LENGTH, GREEDY, str(CONTEXT_LENGTH)),
             ([5], SamplingParams(temperature=-1), "temperature"),
             ([5], SamplingParams(stop_token_ids=[10**6]), "stop_token_ids"),
+            (
+                [5],
+                SamplingParams(min_tokens=3, max_tokens=2),
+                r"^min_tokens .* max_tokens \(2\), got 3$",
+            ),
         ]:
-            with pytest.raises(ValueError, match=word):
+            with pytest.raises(FieldError, match=word):
                 await finish(engine.generate(prompt_ids, params, request_id="bad"))
         assert (await good).text.startswith(" Paris.")
         await idle(engine)

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from mini_sglang.errors import FieldError
 from mini_sglang.ipc.async_engine import EngineDeadError
 
 CHAT = "/v1/chat/completions"
@@ -359,7 +360,7 @@ def test_more_requests_than_the_server_takes(make_app: Callable[..., FastAPI], e
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_by_the_engine_is_a_400(client: TestClient, engine: Any, stream: bool) -> None:
-    engine.error = ValueError("prompt has 5 tokens, too many today")
+    engine.error = FieldError("prompt", "has 5 tokens, too many today")
     for n in (1, 3):
         error = refused(client.post(COMPLETIONS, json={"prompt": "a", "n": n, "stream": stream}))
         assert (error["param"], error["message"]) == ("prompt", "prompt has 5 tokens, too many today")

@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.server.answers.model_format import Dialect
 from mini_sglang.server.anthropic.bodies import MessagesBody, PromptBody, TextBlock, Turn
-from mini_sglang.server.native import routes as native_routes
-from mini_sglang.server.openai.bodies import Message
+from mini_sglang.server.bodies import Message
+from mini_sglang.server.native.format import GenerateFormat
 from mini_sglang.server.openai.format import ChatFormat, CompletionFormat
 from mini_sglang.server.responses.bodies import InputMessage, ResponsesBody
 from mini_sglang.server.responses.format import ResponseFormat
@@ -121,7 +121,7 @@ TEXT = {
         ("/v1/chat/completions", CHAT, ChatFormat, "whole"),
         ("/v1/completions", PROMPT, CompletionFormat, "whole"),
         ("/v1/responses", INPUT, ResponseFormat, "whole"),
-        ("/generate", PROMPT, native_routes, "_logprobs"),
+        ("/generate", PROMPT, GenerateFormat, "whole"),
         ("/generate", TEXT, SglangFormat, "whole"),
     ],
 )
@@ -131,3 +131,25 @@ def test_an_answer_with_many_log_probabilities_is_written(
     calls = halts(owner, name)
     assert client.post(route, json=body).status_code == 200
     assert calls == [False]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "owner"),
+    [
+        ("/v1/completions", {"prompt": [5] * 300, "echo": True, "logprobs": 20, "max_tokens": 3}, CompletionFormat),
+        (
+            "/generate",
+            {"input_ids": [5] * 300, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20},
+            SglangFormat,
+        ),
+    ],
+)
+def test_an_event_with_many_log_probabilities_is_written(
+    client: TestClient, halts: Halts, route: str, body: Json, owner: object
+) -> None:
+    calls = halts(owner, "delta")
+    assert client.post(route, json={**body, "stream": True}).status_code == 200
+    first, *others = calls  # the first has those of the prompt
+    assert not first
+    assert others
+    assert all(others)

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from mini_sglang.errors import FieldError
 from mini_sglang.server.responses.bodies import ResponsesBody
 
 ROUTE = "/v1/responses"
@@ -193,7 +194,7 @@ def test_a_conversation_that_is_too_long_is_the_clients_input(client: TestClient
 
 
 def test_a_refusal_while_it_runs_names_the_clients_field_too(client: TestClient, engine: Any) -> None:
-    engine.error = ValueError("response_format cannot be followed: too deep")
+    engine.error = FieldError("response_format", "cannot be followed: too deep")
     for stream in (False, True):
         error = create(client, text={"format": SCHEMA_FORMAT}, stream=stream).json()["error"]
         assert error["param"] == "text.format"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from mini_sglang.errors import FieldError
+
 TEXT = "Hello there, dear friend."
 
 Json = dict[str, Any]
@@ -164,9 +166,27 @@ def test_what_the_engine_calls_otherwise_is_named_as_sglang_does(client: TestCli
     assert error["message"].startswith(f"{named} ")
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"min_new_tokens": 5, "max_new_tokens": 3},
+            "min_new_tokens must be between 0 and max_new_tokens (3), got 5",
+        ),
+        (
+            {"json_schema": "{}", "regex": "a"},
+            "json_schema cannot be combined with regex: one grammar per answer",
+        ),
+    ],
+)
+def test_every_field_of_a_message_has_its_name_there(client: TestClient, params: Json, message: str) -> None:
+    response = client.post("/generate", json={"text": "Hi", "sampling_params": params})
+    assert response.json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_while_it_runs_is_told_in_sglangs_words_too(client: TestClient, engine: Any, stream: bool) -> None:
-    engine.error = ValueError("response_format cannot be followed: too deep")
+    engine.error = FieldError("response_format", "cannot be followed: too deep")
     asked = {"text": "Hi", "sampling_params": {"json_schema": "{}"}, "stream": stream}
     error = client.post("/generate", json=asked).json()["error"]
     assert (error["param"], error["message"]) == ("json_schema", "json_schema cannot be followed: too deep")

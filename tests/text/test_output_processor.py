@@ -167,3 +167,14 @@ def test_an_error_keeps_what_came_before_it(builtin_tokenizer: Tokenizer) -> Non
     failed = TokenOutput(request_id="r", token_ids=[], finish_reason=FinishReason.ERROR, error="step failed")
     last = processor.push(failed)
     assert (last.text, last.finish_reason, last.error) == (" one", FinishReason.ERROR, "step failed")
+
+
+def test_an_error_of_a_field_is_a_sentence_about_it(builtin_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(builtin_tokenizer, "r", 1, SamplingParams())
+    refused = TokenOutput(
+        request_id="r", token_ids=[], finish_reason=FinishReason.ERROR, error="is too deep", error_field="regex"
+    )
+    last = processor.push(refused)
+    assert last.error == str(last.field_error) == "regex is too deep"
+    assert last.field_error is not None
+    assert last.field_error.field == "regex"

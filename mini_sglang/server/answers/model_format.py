@@ -10,11 +10,11 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from mini_sglang.config import ServerConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import tool_call_grammar
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
@@ -36,8 +36,7 @@ from mini_sglang.server.answers.tool_calls import (
     ToolCallParser,
 )
 from mini_sglang.server.answers.tool_prompt import with_plain_tools
-from mini_sglang.server.errors import invalid
-from mini_sglang.server.openai.bodies import Message, TemplateBody, Tool
+from mini_sglang.server.bodies import Json, Message, TemplateBody, Tool
 from mini_sglang.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 16  # of a prompt, among which a template's opening of a thought is
@@ -66,12 +65,13 @@ class Dialect:
     def render(self, messages: Sequence[Message], body: TemplateBody) -> list[int]:
         """The prompt's token ids: the conversation and the offered tools, as the model's chat template writes them.
 
-        Raises ValueError, naming the field, if the template or the model does not take them.
+        Raises FieldError if the template or the model does not take them.
         """
         if body.offered_tools and self.notation is None:
-            raise ValueError(
-                "tools cannot be used: how this model writes calls is not known, or switched off; "
-                "see the server's option --tool-call-parser"
+            raise FieldError(
+                "tools",
+                "cannot be used: how this model writes calls is not known, or switched off; "
+                "see the server's option --tool-call-parser",
             )
         plain = [message.for_template() for message in messages]
         tools = [tool.for_template() for tool in body.offered_tools]
@@ -111,14 +111,15 @@ class AnswerPlan:
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """The sampling parameters with what makes calls and thoughts come out as the request wants them.
 
-        Raises ApiError 400 if that cannot be had.
+        Raises FieldError if that cannot be had.
         """
         texts = self._notation.markers if self._notation is not None else ()
         ids = map(self.dialect.tokenizer.special_token_id, (*texts, *(self.dialect.thought or ())))
         params = msgspec.structs.replace(params, shown_special_ids=[i for i in ids if i is not None])
         if self.body.offered_tools and params.grammar_field is not None:
-            message = f"{params.grammar_field} cannot be combined with tools; tool_choice none leaves them out"
-            raise invalid(ValueError(message))
+            raise FieldError(
+                params.grammar_field, "cannot be combined with tools; tool_choice none leaves them out", "tools"
+            )
         if self._notation is not None and self._has_grammar:
             params = msgspec.structs.replace(params, tool_grammar=self._grammar(self._notation))
         if params.is_constrained and self.is_thinking and self.dialect.thought is not None:
@@ -158,7 +159,7 @@ class AnswerPlan:
 
     def _grammar(self, notation: CallNotation) -> str:
         if (size := sum(tool.num_characters for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
-            raise invalid(ValueError(f"tools may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got {size}"))
+            raise FieldError("tools", f"may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got {size}")
         return tool_call_grammar(
             {tool.function.name: self._schema(tool) for tool in self._callable},
             notation.syntax,
@@ -167,7 +168,7 @@ class AnswerPlan:
             free_text=not self._must_call,
         )
 
-    def _schema(self, tool: Tool) -> dict[str, Any] | None:
+    def _schema(self, tool: Tool) -> Json | None:
         """Of the arguments. What is not declared is not allowed, unless the schema says that it is."""
         if not self._must_call and not tool.function.strict:
             return None
@@ -231,7 +232,7 @@ def _thought_of(template: str) -> Markers | None:
     return THINK if THINK.closing in template else MISTRAL_THINK if MISTRAL_THINK.opening in template else None
 
 
-def _shorten_ids(messages: Sequence[dict[str, Any]]) -> None:
+def _shorten_ids(messages: Sequence[Json]) -> None:
     """Mistral's templates take ids of nine letters and digits only; which ones is all the same, if they match."""
 
     def shorten(call_id: str) -> str:

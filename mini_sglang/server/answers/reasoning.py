@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mini_sglang.server.answers.deltas import Content, Piece, Reasoning
+from mini_sglang.text.detokenizer import partial_match
 
 
 class Markers(NamedTuple):
@@ -29,14 +30,6 @@ REASONING_PARSERS = {"think": THINK, "qwen3": THINK, "deepseek_r1": THINK, "mist
 def opens_thought(text: str, markers: Markers) -> bool:
     """Whether `text`, the beginning of an answer, leaves a thought open."""
     return text.rfind(markers.opening) > text.rfind(markers.closing)
-
-
-def partial_marker(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
 
 
 class ReasoningParser:
@@ -96,7 +89,7 @@ class ReasoningParser:
             self._step = self._after
             shown = thought.rstrip()
         else:
-            shown = thought[: len(thought) - (0 if final else partial_marker(thought, self._markers.closing))].rstrip()
+            shown = thought[: len(thought) - (0 if final else partial_match(thought, self._markers.closing))].rstrip()
             self._held = "" if final else thought[len(shown) :]
         if not self._began:
             shown = shown.lstrip()

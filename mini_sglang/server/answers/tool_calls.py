@@ -13,13 +13,13 @@ import string
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from mini_sglang.grammar.compiler import CallSyntax
 from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Piece
-from mini_sglang.server.answers.reasoning import partial_marker
+from mini_sglang.server.bodies import Json
+from mini_sglang.text.detokenizer import partial_match
 
 HEAD_LIMIT = 256  # characters from a call's opening to its JSON, and from there to arguments that stream
 
@@ -128,7 +128,7 @@ class ToolCallParser:
             return False
         before, found, _ = self._held.partition(opening)
         if not found:
-            before = before[: len(before) - partial_marker(before, opening)]
+            before = before[: len(before) - partial_match(before, opening)]
         num_visible = len(before.rstrip())
         self._give_text(num_visible)
         if found:
@@ -302,7 +302,7 @@ def _read_call(text: str, name: str | None) -> tuple[str, str] | None:
             text = bytes(call.arguments or call.parameters or b"{}").decode()
             if text.startswith('"'):  # some models write the arguments as the JSON text that clients get
                 text = msgspec.json.decode(text, type=str)
-        msgspec.json.decode(text, type=dict[str, Any])
+        msgspec.json.decode(text, type=Json)
     except (msgspec.DecodeError, RecursionError):
         return None
     return name, text

@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from mini_sglang.grammar.compiler import CallSyntax
-
-Json = dict[str, Any]
+from mini_sglang.server.bodies import Json
 
 # As short as this, since small models take longer instructions for what they are to answer with.
 _INSTRUCTIONS = """\

@@ -11,23 +11,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.openai.bodies import (
+from mini_sglang.server.bodies import (
     FAIL_FAST,
     MAX_MESSAGES,
     MAX_TOOLS,
+    SAMPLING_FIELDS,
     Body,
     CalledFunction,
     Content,
+    ConversationBody,
     Function,
     FunctionName,
-    JsonObject,
+    Json,
     Message,
     MessageCall,
     NamedTool,
     Off,
     OffIfEmpty,
-    SamplingBody,
     StopStrings,
     TemplateArguments,
     TemplateBody,
@@ -36,11 +36,9 @@ from mini_sglang.server.openai.bodies import (
     at_most,
     join_runs,
     must_be_off,
-    schema_format,
-    to_sampling_params,
 )
 
-CacheControl = JsonObject  # a hint: prefixes are cached anyway
+CacheControl = Json  # a hint: prefixes are cached anyway
 
 
 class TextBlock(Body):
@@ -64,7 +62,7 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: JsonObject
+    input: Json
     cache_control: CacheControl | None = None
 
 
@@ -117,7 +115,7 @@ class ToolDefinition(Body):
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: JsonObject
+    input_schema: Json
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -150,7 +148,10 @@ class Thinking(Body):
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
-    json_schema: JsonObject = Field(alias="schema")
+    json_schema: Json = Field(alias="schema")
+
+    def for_chat(self) -> Json:
+        return {"type": self.type, "json_schema": {"schema": self.json_schema}}
 
 
 class OutputConfig(Body):
@@ -188,7 +189,7 @@ class PromptBody(Body):
     def template(self) -> TemplateBody:
         """How the messages become a prompt: a last message of the assistant is the beginning of the answer.
 
-        Raises ValueError, naming the field, if tools and choice do not fit.
+        Raises ValidationError if tools and choice do not fit.
         """
         thinks = self.thinking is not None and self.thinking.type == "adaptive"
         last = self.messages[-1]
@@ -217,7 +218,7 @@ def _chat_messages_of(turn: Turn) -> Iterator[Message]:
         yield Message(role="user", content=turn.text)
 
 
-class MessagesBody(PromptBody, SamplingBody):
+class MessagesBody(PromptBody, ConversationBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
@@ -232,19 +233,16 @@ class MessagesBody(PromptBody, SamplingBody):
     context_management: Off = None
 
     @property
-    def client_words(self) -> Mapping[str, str]:
-        return {"response_format": "output_config.format", "stop": "stop_sequences"}
+    def field_names(self) -> Mapping[str, str]:
+        return {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
-        body = self.model_copy(update={"stop": self.stop_sequences})
+    def sampling_fields(self) -> Json:
         wanted = None if self.output_config is None else self.output_config.format
-        return to_sampling_params(
-            body,
-            max_tokens=self.max_tokens,
-            logprobs=None,
-            response_format=None if wanted is None else schema_format(wanted.json_schema, "output_config.format"),
-        )
+        return {
+            **self.model_dump(include=SAMPLING_FIELDS),
+            "stop": self.stop_sequences,
+            "response_format": None if wanted is None else wanted.for_chat(),
+        }
 
 
 class CountTokensBody(PromptBody):

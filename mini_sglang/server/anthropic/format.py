@@ -6,17 +6,16 @@ Knows no engine and no HTTP.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
 from mini_sglang.server.answers.blocks import Block, Blocks, Change
+from mini_sglang.server.answers.format import AnswerFormat, named_event
 from mini_sglang.server.answers.model_format import AnswerParser
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError
-
-Json = dict[str, Any]
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -28,7 +27,7 @@ _ERROR_TYPES = {
 }
 
 
-class MessageFormat:
+class MessageFormat(AnswerFormat):
     """One answer of /v1/messages. `fits_context`: whether the context has room for all the tokens asked for."""
 
     def __init__(self, message_id: str, model: str, parser: AnswerParser, fits_context: bool) -> None:
@@ -38,34 +37,31 @@ class MessageFormat:
         self._fits_context = fits_context
         self._blocks = Blocks()
 
-    def whole(self, output: RequestOutput) -> Json:
-        """The answer that is complete."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        [output] = outputs
         for _ in self._blocks.push(self._parser.push(dataclasses.replace(output, text_delta=output.text))):
             pass
         content = [_whole_block(block) for block in self._blocks.all]
         return {**self._message(content, output.usage), **self._ending(output)}
 
-    def opening(self, first: RequestOutput) -> Iterator[Json]:
-        """The events that begin a stream."""
+    def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
         nothing_yet = msgspec.structs.replace(first.usage, completion_tokens=0)
         message = {**self._message([], nothing_yet), "stop_reason": None, "stop_sequence": None}
-        yield {"type": "message_start", "message": message}
+        yield named_event({"type": "message_start", "message": message})
 
-    def delta(self, output: RequestOutput) -> Iterator[Json]:
-        """What `output` added."""
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
         for change, block, text in self._blocks.push(self._parser.push(output)):
             yield _block_event(change, block, text)
 
-    def closing(self, last: RequestOutput) -> Iterator[Json]:
-        """The events that end a stream."""
+    def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        [last] = outputs
         for change, block, text in self._blocks.close():
             yield _block_event(change, block, text)
-        yield {"type": "message_delta", "delta": self._ending(last), "usage": usage_json(last.usage)}
-        yield {"type": "message_stop"}
+        yield named_event({"type": "message_delta", "delta": self._ending(last), "usage": usage_json(last.usage)})
+        yield named_event({"type": "message_stop"})
 
-    def failure(self, error: ApiError) -> Iterator[Json]:
-        """The event that ends a stream which fails."""
-        yield error_json(error)
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        yield named_event(error_json(error))
 
     def _message(self, content: list[Json], usage: Usage) -> Json:
         return {
@@ -90,15 +86,16 @@ class MessageFormat:
         return {"stop_reason": reason, "stop_sequence": stop_sequence}
 
 
-def _block_event(change: Change, block: Block, text: str) -> Json:
+def _block_event(change: Change, block: Block, text: str) -> bytes:
     match change:
         case "opened":
             empty = {**_empty_block(block), "input": {}} if block.kind == "call" else _empty_block(block)
-            return {"type": "content_block_start", "index": block.index, "content_block": empty}
+            return named_event({"type": "content_block_start", "index": block.index, "content_block": empty})
         case "grown":
-            return {"type": "content_block_delta", "index": block.index, "delta": _block_delta(block, text)}
+            delta = _block_delta(block, text)
+            return named_event({"type": "content_block_delta", "index": block.index, "delta": delta})
         case "closed":
-            return {"type": "content_block_stop", "index": block.index}
+            return named_event({"type": "content_block_stop", "index": block.index})
 
 
 def _empty_block(block: Block) -> Json:

@@ -1,4 +1,4 @@
-"""Anthropic's routes: the walk of `conversation.py` with Anthropic's bodies, answers and errors."""
+"""Anthropic's routes, whose errors have Anthropic's shape too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
-from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.answering import answer
 from mini_sglang.server.anthropic.bodies import CountTokensBody, MessagesBody
-from mini_sglang.server.anthropic.format import Json, MessageFormat, error_json
+from mini_sglang.server.anthropic.format import MessageFormat, error_json
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
-from mini_sglang.server.conversation import answer_conversation
+from mini_sglang.server.conversation import encode_messages, make_chat_job
 from mini_sglang.server.errors import ClientDisconnected, as_api_error, error_response
-from mini_sglang.server.generation import Job, encode_messages
-from mini_sglang.server.request_body import invalid_body, read_body, takes, work_on_body
+from mini_sglang.server.request_body import client_errors, read_body, takes, work_on_body
 
 
 class _Route(APIRoute):
@@ -46,12 +46,10 @@ async def messages(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, MessagesBody)
     model = context.check_model(body.model)
-
-    def make_format(job: Job, plan: AnswerPlan) -> MessageFormat:
-        fits_context = len(job.prompt_of(0)) + body.max_tokens <= context.engine.info.context_length
-        return MessageFormat(job.id, model, plan.parser(), fits_context)
-
-    return await answer_conversation(request, body, f"msg_{uuid.uuid4().hex}", make_format)
+    job, plan = await make_chat_job(request, f"msg_{uuid.uuid4().hex}", body)
+    fits_context = len(job.prompt_of(0)) + body.max_tokens <= context.engine.info.context_length
+    answer_format = MessageFormat(job.id, model, plan.parser(), fits_context)
+    return await answer(request, job, answer_format, stream=body.stream)
 
 
 @router.post("/messages/count_tokens", openapi_extra=takes(CountTokensBody))
@@ -60,8 +58,6 @@ async def count_tokens(request: Request) -> Json:
     context = context_of(request)
     body = await read_body(request, CountTokensBody)
     context.check_model(body.model)
-    try:
+    with client_errors({}):
         conversation, template = await work_on_body(request, lambda: (body.chat_messages(), body.template()))
-    except ValueError as error:
-        raise invalid_body(error) from None
-    return {"input_tokens": len(await encode_messages(context, conversation, template))}
+        return {"input_tokens": len(await encode_messages(context, conversation, template))}

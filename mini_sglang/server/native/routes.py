@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import Awaitable
 from typing import TypeVar
 
 import msgspec
@@ -16,34 +16,19 @@ from fastapi.responses import PlainTextResponse
 import mini_sglang
 from mini_sglang.errors import shorten
 from mini_sglang.ipc.async_engine import EngineDeadError
-from mini_sglang.outputs import RequestOutput, TokenLogprobs
 from mini_sglang.scheduling.scheduler import SchedulerStats
-from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.errors import ApiError, invalid
-from mini_sglang.server.generation import (
-    Job,
-    collect,
-    encode_answer,
-    encode_messages,
-    encode_prompts,
-    make_job,
-    off_loop,
-    run_job,
-)
+from mini_sglang.server.answering import answer
+from mini_sglang.server.bodies import Json
+from mini_sglang.server.context import context_of
+from mini_sglang.server.conversation import encode_messages
+from mini_sglang.server.errors import ApiError
+from mini_sglang.server.generation import encode_prompts, make_job, off_loop, parse_prompt, to_sampling_params
 from mini_sglang.server.metrics import CONTENT_TYPE
-from mini_sglang.server.openai.bodies import (
-    AbortBody,
-    DetokenizeBody,
-    GenerateBody,
-    ProfileBody,
-    TokenizeBody,
-    parse_prompt,
-)
-from mini_sglang.server.openai.format import Json, finite, usage_json
+from mini_sglang.server.native.bodies import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody
+from mini_sglang.server.native.format import GenerateFormat
 from mini_sglang.server.request_body import check_body, read_body, read_object, takes
 from mini_sglang.server.sglang import routes as sglang_routes
 from mini_sglang.server.sglang.bodies import SGLANG_FIELDS, SglangBody
-from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
 
 Answer = TypeVar("Answer")
 
@@ -64,50 +49,10 @@ async def generate(request: Request) -> Response:
     if not SGLANG_FIELDS.isdisjoint(fields):
         return await sglang_routes.generate(request, check_body(fields, SglangBody))
     body = check_body(fields, GenerateBody)
-    try:
-        params, prompt = body.sampling_params(), parse_prompt(body.prompt)
-    except ValueError as error:
-        raise invalid(error) from None
+    params, prompt = to_sampling_params(body.sampling_fields()), parse_prompt(body.prompt)
     request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
     job = make_job(context, request_id, await encode_prompts(context, [prompt]), params, body)
-    if body.stream:
-        return EventStream(_events(context, job))
-    [output] = await while_connected(request.receive, collect(context, job))
-    answer = await encode_answer(
-        job, [output], lambda: _answer(job, output.text, output.token_ids, output.logprobs, output)
-    )
-    return Response(answer, media_type="application/json")
-
-
-async def _events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
-        async for _, output in outputs:
-            yield event(_answer(job, output.text_delta, output.new_token_ids, output.new_logprobs, output))
-    yield DONE
-
-
-def _answer(
-    job: Job, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None, output: RequestOutput
-) -> Json:
-    """A whole answer or an event: some text and tokens of it, and where it stands after `output`."""
-    answer = {
-        "id": job.id,
-        "text": text,
-        "token_ids": token_ids,
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-        "usage": usage_json(output.usage),
-    }
-    return answer if logprobs is None else {**answer, "logprobs": _logprobs(logprobs)}
-
-
-def _logprobs(entries: list[TokenLogprobs]) -> list[Json]:
-    """One entry for each of `token_ids`: its log-probability and the best alternatives."""
-    answer = []
-    for entry in entries:
-        pairs = [{"token_id": i, "logprob": finite(p)} for i, p in zip(entry.token_ids, entry.logprobs, strict=True)]
-        answer.append({**pairs[0], "top_logprobs": pairs[1:]})
-    return answer
+    return await answer(request, job, GenerateFormat(job.id), stream=body.stream)
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeBody))

@@ -1,191 +1,67 @@
-"""The bodies that clients send: which fields there are and of which type. `SamplingParams.validate` knows the ranges.
-
-Types are strict ("5" is no integer, true is no number) and null means "not given". A field that OpenAI's API has and
-this server does not is accepted only with the value that switches it off; every other name is refused by the reader.
-"""
+"""The bodies of OpenAI's /v1/chat/completions and /v1/completions, with this server's sampling fields besides."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
-import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
-from mini_sglang.errors import shorten
-from mini_sglang.sampling_params import (
-    MAX_GRAMMAR_CHOICES,
-    MAX_GRAMMAR_LENGTH,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
+from mini_sglang.errors import FieldError
+from mini_sglang.sampling_params import MAX_LOGPROBS
+from mini_sglang.server.bodies import (
+    MAX_CHOICES,
+    SAMPLING_FIELDS,
+    Body,
+    ConversationBody,
+    GrammarChoices,
+    GrammarText,
+    Json,
+    Labels,
+    Message,
+    Messages,
+    Off,
+    OffIfEmpty,
+    OffIfFalse,
+    SamplingBody,
+    TemplateBody,
+    must_be_off,
+    schema_format,
 )
 
-MAX_CHOICES = 128  # of `n`, as OpenAI
-MAX_MESSAGES = 100_000  # and parts of one message
-MAX_TOOLS = 128  # as OpenAI
-MAX_TOKEN_IDS = 1_000_000  # of one list; models have smaller contexts and vocabularies
-MAX_LABELS = 16  # of `metadata`, as OpenAI
-MAX_TEMPLATE_BYTES = 1 << 16  # of `chat_template_kwargs`, as JSON
-MAX_SALT_LENGTH = 256
 DEFAULT_COMPLETION_TOKENS = 16  # /v1/completions, as OpenAI
-DEFAULT_GENERATE_TOKENS = 64  # /generate
-
-
-def must_be_off(*allowed: JsonValue) -> BeforeValidator:
-    """Accept a field that is not supported only with a value that asks for nothing."""
-
-    def check(value: JsonValue) -> JsonValue:
-        if any(type(value) is type(off) and value == off for off in (None, *allowed)):
-            return None
-        raise ValueError("is not supported by this server")
-
-    return BeforeValidator(check)
-
-
-def at_most(limit: int) -> BeforeValidator:
-    """Refuse a longer list or object before anything looks at its entries."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, (list, dict)) and len(value) > limit:
-            raise ValueError(f"may hold at most {limit} entries, got {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _check_template_size(value: Any) -> Any:
-    size = len(msgspec.json.encode(value))
-    if size > MAX_TEMPLATE_BYTES:
-        raise ValueError(f"may take at most {MAX_TEMPLATE_BYTES} bytes as JSON, got {size}")
-    return value
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _join_text_parts(content: Any) -> Any:
-    """Message content given as a list of text parts, as the one string that the parts make without separators."""
-    if not isinstance(content, list):
-        return content
-    if len(content) > MAX_MESSAGES:
-        raise ValueError(f"may hold at most {MAX_MESSAGES} parts, got {len(content)}")
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f'holds a part that is not {{"type": "text", "text": "…"}} at {index}, got type {shorten(kind)}'
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-Off = Annotated[None, must_be_off()]
-OffIfFalse = Annotated[None, must_be_off(False)]
-OffIfEmpty = Annotated[None, must_be_off([])]
-FAIL_FAST = Field(fail_fast=True)  # one wrong entry is enough, where pydantic would describe them all
-StopStrings = Annotated[list[str], FAIL_FAST, at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list)]
-StopTokenIds = Annotated[list[int], FAIL_FAST, at_most(MAX_STOP_TOKEN_IDS)]
-TokenIds = Annotated[list[int], FAIL_FAST, at_most(MAX_TOKEN_IDS)]
-LogitBias = Annotated[dict[str, float], at_most(MAX_LOGIT_BIASES)]
-Labels = Annotated[dict[str, str], at_most(MAX_LABELS)]
-JsonObject = dict[str, Any]  # what was read from JSON needs no second look
-GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
-GrammarChoices = Annotated[list[str], FAIL_FAST, at_most(MAX_GRAMMAR_CHOICES)]
-TemplateArguments = Annotated[dict[str, JsonValue], BeforeValidator(_check_template_size)]
-Content = Annotated[str, BeforeValidator(_join_text_parts)]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class JobBody(Body):
-    """What every route that generates takes beside the sampling parameters."""
-
-    stream: bool | None = None
-    priority: int = Field(default=0, ge=-(2**31), lt=2**31)  # smaller runs first under `--schedule priority`
-    # Requests share cached prefixes only with equal salts.
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
-
-    @property
-    def client_words(self) -> Mapping[str, str]:
-        """The body's names of fields, by those in the errors of everything behind it, where they differ."""
-        return {}
-
-
-class SamplingBody(JobBody):
-    """The sampling parameters, under the names of `SamplingParams`."""
-
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: StopStrings | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    logit_bias: LogitBias | None = None
-    allowed_token_ids: TokenIds | None = None
-    # What the answer must look like: one of these, or response_format where there is one.
-    regex: GrammarText | None = None
-    ebnf: GrammarText | None = None
-    choice: GrammarChoices | None = None
-
-
-def schema_format(schema: Any, wanted: str) -> JsonObject:
-    """A JSON schema, or its text, as `response_format`. Raises ValueError, opening with `wanted`, for other text."""
-    if isinstance(schema, str):
-        try:
-            schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"{wanted}: {error}") from None
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 class StructuredOutputs(Body):
     """`structured_outputs`, vLLM's name for what an answer must look like."""
 
-    json_schema: JsonObject | GrammarText | None = Field(default=None, alias="json")  # or as JSON text
+    json_schema: Json | GrammarText | None = Field(default=None, alias="json")  # or as JSON text
     json_object: bool | None = None
     regex: GrammarText | None = None
     grammar: GrammarText | None = None
     choice: GrammarChoices | None = None
 
-    def as_sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that say the same. Raises ValueError."""
-        fields: dict[str, Any] = {"regex": self.regex, "ebnf": self.grammar, "choice": self.choice}
+    def sampling_fields(self) -> Json:
+        """The fields of SamplingParams that say the same. Raises FieldError."""
+        fields: Json = {"regex": self.regex, "ebnf": self.grammar, "choice": self.choice}
         if self.json_object:
             fields["response_format"] = {"type": "json_object"}
         if self.json_schema is not None:
-            wanted = "structured_outputs must hold a schema, or its text, as json"
-            fields["response_format"] = schema_format(self.json_schema, wanted)
+            expected = "hold a schema, or its text, as json"
+            fields["response_format"] = schema_format(self.json_schema, "structured_outputs", expected)
             if self.json_object:
-                raise ValueError("structured_outputs must not hold both json and json_object")
+                raise FieldError("structured_outputs", "must not hold both json and json_object")
         return {name: value for name, value in fields.items() if value is not None}
 
     @property
-    def client_words(self) -> dict[str, str]:
-        """The body's names of the fields that `as_sampling` gives."""
-        words = {}
+    def field_names(self) -> Mapping[str, str]:
+        """The body's names of the fields that `sampling_fields` gives."""
+        names = {}
         if self.grammar is not None:
-            words["ebnf"] = "structured_outputs.grammar"
+            names["ebnf"] = "structured_outputs.grammar"
         if self.json_schema is not None or self.json_object:
-            words["response_format"] = f"structured_outputs.{'json_object' if self.json_object else 'json'}"
-        return words
+            names["response_format"] = f"structured_outputs.{'json_object' if self.json_object else 'json'}"
+        return names
 
 
 class StreamOptions(Body):
@@ -199,7 +75,7 @@ class OpenAIBody(SamplingBody):
 
     model: str | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    response_format: JsonObject | None = None
+    response_format: Json | None = None
     structured_outputs: StructuredOutputs | None = None
     stream_options: StreamOptions | None = None
     # Labels for OpenAI's bookkeeping, which change no answer.
@@ -216,22 +92,35 @@ class OpenAIBody(SamplingBody):
     @model_validator(mode="after")
     def _one_name_for_kept_stop_strings(self) -> Self:
         if self.no_stop_trim is not None and self.include_stop_str_in_output is not None:
-            raise ValueError("no_stop_trim and include_stop_str_in_output are two names of one field: give one")
+            raise FieldError("no_stop_trim", "and include_stop_str_in_output are two names of one field: give one")
         return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream")
+            raise FieldError("stream_options", "is only allowed with stream")
         return self
 
     @property
-    def client_words(self) -> Mapping[str, str]:
-        return {} if self.structured_outputs is None else self.structured_outputs.client_words
+    def field_names(self) -> Mapping[str, str]:
+        return {} if self.structured_outputs is None else self.structured_outputs.field_names
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    def sampling_fields(self) -> Json:
+        fields: Json = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+        if self.no_stop_trim is not None:
+            fields["include_stop_str_in_output"] = self.no_stop_trim
+        if self.response_format is not None:
+            fields["response_format"] = self.response_format
+        if self.structured_outputs is not None:
+            grammar = self.structured_outputs.sampling_fields()
+            if both := fields.keys() & grammar.keys():
+                raise FieldError("structured_outputs", f"cannot be combined with {min(both)}")
+            fields |= grammar
+        return fields
 
     @property
     def include_usage(self) -> bool:
@@ -244,205 +133,7 @@ class OpenAIBody(SamplingBody):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class CalledFunction(Body):
-    name: str
-    arguments: str | JsonObject = ""  # JSON text, or what it says
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: with the arguments as an object, unless they are none."""
-        arguments: Any = self.arguments or {}
-        if isinstance(arguments, str):
-            with contextlib.suppress(msgspec.DecodeError, RecursionError):
-                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
-        return {"name": self.name, "arguments": arguments}
-
-
-class MessageCall(Body):
-    """A tool call in an earlier answer."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None  # streams number calls, and some clients send the number back
-
-
-class Message(Body):
-    """One message of a conversation. `developer` is OpenAI's newer word for `system`."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None  # only an assistant may have said nothing
-    name: str | None = None
-    tool_calls: Annotated[list[MessageCall], FAIL_FAST, at_most(MAX_TOOLS)] | None = None  # of the assistant
-    tool_call_id: str | None = None  # the call that a tool answers
-    reasoning_content: str | None = None  # the assistant's thought; templates decide whether the model sees it again
-    reasoning: str | None = None  # another name of it
-    # Clients send an earlier answer back with all its fields, those that held nothing included.
-    refusal: Off = None
-    audio: Off = None
-    function_call: Off = None
-    annotations: OffIfEmpty = None
-
-    @model_validator(mode="after")
-    def _fields_fit_the_role(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"must have content, which only the role assistant may leave out, not {self.role}")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"must not have tool_calls, which only the role assistant may have, not {self.role}")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        message["content"] = self.content or ""
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if thought := self.reasoning_content or self.reasoning:
-            message["reasoning_content"] = thought
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id or "", "type": "function", "function": call.function.for_template()}
-                for call in self.tool_calls
-            ]
-        return message
-
-    @property
-    def num_characters(self) -> int:
-        """About how long the message is in a prompt."""
-        texts = [self.content, self.reasoning_content, self.reasoning, self.name, self.tool_call_id]
-        for call in self.tool_calls or ():
-            texts += call.id, call.function.name, str(call.function.arguments)
-        return sum(len(text) for text in texts if text)
-
-
-def join_runs(messages: Iterable[Message], roles: Container[str]) -> list[Message]:
-    """The conversation in which messages that follow each other in one of these roles are one."""
-    joined: list[Message] = []
-    for role, group in itertools.groupby(messages, key=lambda message: message.role):
-        run = list(group)
-        joined += [_joined(run)] if role in roles else run
-    return joined
-
-
-def _joined(run: Sequence[Message]) -> Message:
-    """Messages of one role as one. Made at once: pair by pair, each would copy all the text before it."""
-    if len(run) == 1:
-        return run[0]
-    return Message(
-        role=run[0].role,
-        content="\n".join(message.content for message in run if message.content),
-        tool_calls=[call for message in run for call in message.tool_calls or ()] or None,
-        reasoning_content="\n".join(message.reasoning_content for message in run if message.reasoning_content) or None,
-    )
-
-
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-
-
-class Function(Body):
-    name: ToolName
-    description: str | None = None
-    parameters: JsonObject | None = None  # a JSON schema; none: there are no parameters
-    strict: bool | None = None  # calls are held to the schema by a grammar
-
-
-class Tool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
-        function: dict[str, Any] = {"name": self.function.name}
-        if self.function.description is not None:
-            function["description"] = self.function.description
-        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": function}
-
-    @property
-    def num_characters(self) -> int:
-        """About how long the tool is in a prompt."""
-        return len(msgspec.json.encode(self.for_template()))
-
-
-class FunctionName(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """A `tool_choice`: this function must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-Tools = Annotated[list[Tool], FAIL_FAST, at_most(MAX_TOOLS)]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST, at_most(MAX_MESSAGES)]
-
-
-class TemplateBody(Body):
-    """How messages become a prompt."""
-
-    add_generation_prompt: bool | None = None  # None: unless the final message is continued
-    continue_final_message: bool = False
-    chat_template_kwargs: TemplateArguments | None = None
-    tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # None: auto, if there are tools
-    parallel_tool_calls: bool | None = None  # False: one call at most
-    reasoning_effort: ReasoningEffort | None = None  # an argument of the template
-
-    @model_validator(mode="after")
-    def _one_way_to_end(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message cannot be combined with add_generation_prompt")
-        for name in self.chat_template_kwargs or ():
-            if name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-                raise ValueError(f"chat_template_kwargs must not hold {name}")
-        return self
-
-    @model_validator(mode="after")
-    def _chosen_tools_exist(self) -> Self:
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            twice = next(name for index, name in enumerate(names) if name in names[:index])
-            raise ValueError(f"tools must have different names, got {twice} twice")
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice required needs tools to choose from")
-        if self.named_tool is not None and self.named_tool not in names:
-            raise ValueError(f"tool_choice names {shorten(self.named_tool)}, which is not among the tools")
-        return self
-
-    @property
-    def named_tool(self) -> str | None:
-        """The one function that must be called, if there is such a one."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-
-    @property
-    def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    @property
-    def adds_generation_prompt(self) -> bool:
-        """Whether the prompt ends with the opening of an assistant message."""
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
-
-    @property
-    def template_arguments(self) -> dict[str, JsonValue]:
-        """What the template gets besides the messages and tools."""
-        arguments: dict[str, JsonValue] = {}
-        if self.reasoning_effort is not None:
-            arguments["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":
-            arguments["enable_thinking"] = False
-        return {**arguments, **(self.chat_template_kwargs or {})}
-
-
-class ChatBody(OpenAIBody, TemplateBody):
+class ChatBody(OpenAIBody, ConversationBody, TemplateBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -463,19 +154,26 @@ class ChatBody(OpenAIBody, TemplateBody):
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed with logprobs")
+            raise FieldError("top_logprobs", "is only allowed with logprobs")
         return self
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return to_sampling_params(
-            self,
-            max_tokens=limit,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            response_format=self.response_format,
-            structured_outputs=self.structured_outputs,
-        )
+    def chat_messages(self) -> list[Message]:
+        return self.messages
+
+    def template(self) -> TemplateBody:
+        return self
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        names = {"prompt": "messages", **super().field_names}
+        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+
+    def sampling_fields(self) -> Json:
+        return {
+            **super().sampling_fields(),
+            "max_tokens": self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
 
 
 class CompletionBody(OpenAIBody):
@@ -491,173 +189,18 @@ class CompletionBody(OpenAIBody):
     @model_validator(mode="after")
     def _no_best_of(self) -> Self:
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise ValueError(f"best_of is not supported unless it equals n, got {self.best_of}")
+            raise FieldError("best_of", f"is not supported unless it equals n, got {self.best_of}")
         return self
-
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
-        return to_sampling_params(
-            self,
-            max_tokens=1 if self.is_only_echo else _limit(self, DEFAULT_COMPLETION_TOKENS),
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-            response_format=self.response_format,
-            structured_outputs=self.structured_outputs,
-        )
 
     @property
     def is_only_echo(self) -> bool:
-        """Whether nothing but the prompt is asked for: its one token is generated and left out."""
         return bool(self.echo) and self.max_tokens == 0
 
-
-class GenerateBody(SamplingBody):
-    """POST /generate. `prompt` is a string or a list of token ids."""
-
-    prompt: Any
-    rep_penalty: float | None = Field(default=None, gt=0, le=100)  # another name of repetition_penalty
-    response_format: JsonObject | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None  # to abort it by
-
-    @model_validator(mode="after")
-    def _one_penalty(self) -> Self:
-        if self.rep_penalty is not None and self.repetition_penalty is not None:
-            raise ValueError("rep_penalty and repetition_penalty are two names of one field: give one")
-        return self
-
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
-        limit = _limit(self, DEFAULT_GENERATE_TOKENS)
-        body = self if self.rep_penalty is None else self.model_copy(update={"repetition_penalty": self.rep_penalty})
-        return to_sampling_params(body, max_tokens=limit, logprobs=self.logprobs, response_format=self.response_format)
-
-
-class TokenizeBody(TemplateBody):
-    """POST /tokenize: a prompt, or messages as for a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _one_input(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt or messages is required, and only one of them")
-        return self
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: TokenIds
-    skip_special_tokens: bool = False
-
-
-class AbortBody(Body):
-    """POST /abort: the `id` of an answer or stream; all its choices end."""
-
-    request_id: str
-
-
-class ProfileBody(Body):
-    """POST /start_profile: with `num_steps` the trace ends by itself, else with /stop_profile."""
-
-    num_steps: Annotated[int, Field(ge=1)] | None = None
-
-
-ROUTE_BODIES = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody, ProfileBody)
-
-_SAMPLING_FIELDS = (
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "regex",
-    "ebnf",
-    "choice",
-)
-
-
-def _limit(body: SamplingBody, default: int) -> int | None:
-    """`max_tokens`, `default` where it was left out; null, said in so many words, means up to the context."""
-    return body.max_tokens if "max_tokens" in body.model_fields_set else default
-
-
-def to_sampling_params(
-    body: SamplingBody,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-    response_format: JsonObject | None = None,
-    structured_outputs: StructuredOutputs | None = None,
-) -> SamplingParams:
-    """The sampling parameters that a body asks for; what it leaves out keeps the engine's default.
-
-    Raises ValueError, naming the field, if a value is out of range.
-    """
-    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    if isinstance(body, OpenAIBody) and body.no_stop_trim is not None:
-        given["include_stop_str_in_output"] = body.no_stop_trim
-    if response_format is not None:
-        given["response_format"] = response_format
-    if structured_outputs is not None:
-        grammar = structured_outputs.as_sampling()
-        if both := given.keys() & grammar.keys():
-            raise ValueError(f"structured_outputs cannot be combined with {min(both)}")
-        given |= grammar
-    bias = parse_logit_bias(body.logit_bias or {})
-    params = SamplingParams(
-        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, logit_bias=bias, **given
-    )
-    params.validate()
-    return params
-
-
-def parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    """JSON's keys are strings; these must be token ids."""
-    for key in bias:
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise ValueError(f"logit_bias must map token ids to numbers, got the key {shorten(key, 20)}")
-    return {int(key): value for key, value in bias.items()}
-
-
-def parse_prompts(value: Any, field: str = "prompt") -> list[str | list[int]]:
-    """The prompts of a completions request, in order. Raises ValueError, naming the field."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError(f"{field} must be a string or a list, got {type(value).__name__}")
-    if not value:
-        raise ValueError(f"{field} must not be an empty list")
-    if isinstance(value[0], (str, list)):
-        return [parse_prompt(item, field) for item in value]
-    return [parse_prompt(value, field)]
-
-
-def parse_prompt(value: Any, field: str = "prompt") -> str | list[int]:
-    """One prompt: text or token ids. Raises ValueError, naming the field."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError(f"{field} must be a string or a list of token ids, got {type(value).__name__}")
-    if len(value) > MAX_TOKEN_IDS:
-        raise ValueError(f"{field} may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
-    for item in value:
-        if type(item) is not int:
-            raise ValueError(f"{field} must hold token ids only, got {shorten(item)} among them")
-    return value
+    def sampling_fields(self) -> Json:
+        limit = self.max_tokens if "max_tokens" in self.model_fields_set else DEFAULT_COMPLETION_TOKENS
+        return {
+            **super().sampling_fields(),
+            "max_tokens": 1 if self.is_only_echo else limit,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.logprobs if self.echo else None,
+        }

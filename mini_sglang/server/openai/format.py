@@ -1,47 +1,72 @@
-"""OpenAI's answers, made from engine outputs: pure functions and one small class per kind of answer.
-
-A format makes one choice of a whole answer and one choice of a stream chunk; everything around the choices is the same
-for chat and plain completions. Knows no engine and no HTTP.
-"""
+"""OpenAI's answers, made from engine outputs: of chats and of plain completions. Knows no engine and no HTTP."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+
+import msgspec
 
 import mini_sglang
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
 from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Piece, Reasoning
-from mini_sglang.server.answers.model_format import AnswerParser, AnswerPlan
+from mini_sglang.server.answers.format import DONE, AnswerFormat, event
+from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.bodies import Json
+from mini_sglang.server.generation import Job
+from mini_sglang.server.openai.bodies import OpenAIBody
 from mini_sglang.text.tokenizer import Tokenizer
-
-Json = dict[str, Any]
 
 SYSTEM_FINGERPRINT = f"mini-sglang-{mini_sglang.__version__}"
 _MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in for it
 
 
-@dataclass(frozen=True)
 class Envelope:
-    """What all chunks of an answer share."""
+    """What is around the choices of an answer and of its chunks: the same for chats and plain completions."""
 
-    id: str
-    created: int
-    model: str
+    def __init__(self, job: Job, body: OpenAIBody, model: str) -> None:
+        self._job = job
+        self._model = model
+        self._include_usage = body.include_usage
+        self.continuous_usage = body.continuous_usage  # chunks carry the usage so far of their choice
+        self._created = int(time.time())
 
-    def wrap(self, kind: str, choices: list[Json], usage: Usage | None = None) -> Json:
-        """A whole answer or a chunk; `kind` is OpenAI's name of it."""
+    def whole(self, kind: str, choices: list[Json], outputs: Sequence[RequestOutput], reasoning_tokens: int) -> Json:
+        """A whole answer; `kind` is OpenAI's name of it."""
+        return self._wrap(kind, choices, self._total_usage(outputs, reasoning_tokens))
+
+    def chunk(self, kind: str, choice: Json, usage: Usage | None) -> bytes:
+        """The event of a chunk with one choice, and perhaps with the choice's usage so far."""
+        return event(self._wrap(kind, [choice], usage))
+
+    def closing(self, kind: str, outputs: Sequence[RequestOutput], reasoning_tokens: int) -> Iterator[bytes]:
+        """The events that end a stream."""
+        if self._include_usage:
+            yield event(self._wrap(kind, [], self._total_usage(outputs, reasoning_tokens)))
+        yield DONE
+
+    def _wrap(self, kind: str, choices: list[Json], usage: Usage | None) -> Json:
         answer: Json = {
-            "id": self.id,
+            "id": self._job.id,
             "object": kind,
-            "created": self.created,
-            "model": self.model,
+            "created": self._created,
+            "model": self._model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": choices,
         }
         return answer if usage is None else {**answer, "usage": usage_json(usage)}
+
+    def _total_usage(self, outputs: Sequence[RequestOutput], reasoning_tokens: int) -> Usage:
+        """Tokens of all choices; a prompt counts once however many choices continue it."""
+        firsts = outputs[:: self._job.n]
+        return Usage(
+            prompt_tokens=sum(output.usage.prompt_tokens for output in firsts),
+            completion_tokens=sum(output.usage.completion_tokens for output in outputs),
+            cached_tokens=sum(output.usage.cached_tokens for output in firsts),
+            reasoning_tokens=reasoning_tokens,
+        )
 
 
 def usage_json(usage: Usage) -> Json:
@@ -55,42 +80,44 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-class AnswerFormat(Protocol):
-    """What chat and plain completions do differently."""
-
-    whole_kind: str
-    chunk_kind: str
-
-    def whole(self, index: int, output: RequestOutput) -> Json:
-        """The choice of an answer that is complete."""
-        ...
-
-    def opening(self, index: int) -> Json | None:
-        """The choice of a chunk that comes before a stream's first text, if there is one."""
-        ...
-
-    def delta(self, index: int, output: RequestOutput) -> Json | None:
-        """The choice of a chunk: what `output` added; None if there is nothing to say yet."""
-        ...
-
-    def reasoning_tokens(self, index: int, output: RequestOutput) -> int:
-        """How many of the tokens are a thought; `output` is the latest of which a choice was made."""
-        ...
+_CHUNK = "chat.completion.chunk"
 
 
-class ChatFormat:
-    """Choices of /v1/chat/completions."""
+class ChatFormat(AnswerFormat):
+    """Answers of /v1/chat/completions."""
 
-    whole_kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer, plan: AnswerPlan) -> None:
+    def __init__(self, job: Job, envelope: Envelope, plan: AnswerPlan, tokenizer: Tokenizer) -> None:
+        self._envelope = envelope
         self._tokenizer = tokenizer
-        self._plan = plan
-        self._parsers: dict[int, AnswerParser] = {}
+        self._parsers = [plan.parser() for _ in range(job.num_choices)]
 
-    def whole(self, index: int, output: RequestOutput) -> Json:
-        answer = self._parser(index).whole(output)
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        choices = [self._whole_choice(index, output) for index, output in enumerate(outputs)]
+        return self._envelope.whole("chat.completion", choices, outputs, self._reasoning_tokens(outputs))
+
+    def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        part: Json = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
+        yield self._envelope.chunk(_CHUNK, part, usage=None)
+
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
+        parser = self._parsers[choice]
+        delta = _chat_delta(parser.push(output))
+        logprobs = self._logprobs(output.new_logprobs)
+        if not delta and logprobs is None and not output.finished:
+            return
+        part = {"index": choice, "delta": delta, "logprobs": logprobs, **_ending(output, parser.has_calls)}
+        usage: Usage | None = None
+        if self._envelope.continuous_usage:
+            usage = msgspec.structs.replace(output.usage, reasoning_tokens=parser.reasoning_tokens(output))
+        yield self._envelope.chunk(_CHUNK, part, usage)
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        return self._envelope.closing(_CHUNK, outputs, self._reasoning_tokens(outputs))
+
+    def _whole_choice(self, index: int, output: RequestOutput) -> Json:
+        parser = self._parsers[index]
+        answer = parser.whole(output)
         message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
         if answer.reasoning:
             message |= _thought(answer.reasoning)
@@ -100,32 +127,11 @@ class ChatFormat:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in answer.calls
             ]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(output.logprobs),
-            **_ending(output, self._parser(index).has_calls),
-        }
+        logprobs = self._logprobs(output.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, **_ending(output, parser.has_calls)}
 
-    def opening(self, index: int) -> Json:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def delta(self, index: int, output: RequestOutput) -> Json | None:
-        parser = self._parser(index)
-        delta = _chat_delta(parser.push(output))
-        logprobs = self._logprobs(output.new_logprobs)
-        if not delta and logprobs is None and not output.finished:
-            return None
-        return {"index": index, "delta": delta, "logprobs": logprobs, **_ending(output, parser.has_calls)}
-
-    def reasoning_tokens(self, index: int, output: RequestOutput) -> int:
-        return self._parser(index).reasoning_tokens(output)
-
-    def _parser(self, index: int) -> AnswerParser:
-        if index not in self._parsers:
-            self._parsers[index] = self._plan.parser()
-        return self._parsers[index]
+    def _reasoning_tokens(self, outputs: Sequence[RequestOutput]) -> int:
+        return sum(parser.reasoning_tokens(last) for parser, last in zip(self._parsers, outputs, strict=True))
 
     def _logprobs(self, logprobs: list[TokenLogprobs] | None) -> Json | None:
         if logprobs is None:
@@ -170,32 +176,32 @@ class EchoedPrompt:
     token_ids: list[int]
 
 
-class CompletionFormat:
-    """Choices of /v1/completions. Keeps, for each choice, how far its tokens reach into the text.
+_COMPLETION = "text_completion"  # and of its chunks
+
+
+class CompletionFormat(AnswerFormat):
+    """Answers of /v1/completions. Keeps, for each choice, how far its tokens reach into the text.
 
     With `echoes`, choice i begins with echoes[i // n].
     """
 
-    whole_kind = "text_completion"
-    chunk_kind = "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[EchoedPrompt] = (), n: int = 1) -> None:
+    def __init__(self, job: Job, envelope: Envelope, tokenizer: Tokenizer, echoes: Sequence[EchoedPrompt] = ()) -> None:
+        self._envelope = envelope
         self._tokenizer = tokenizer
         self._echoes = echoes
-        self._n = n
+        self._n = job.n
         self._offsets: dict[int, _TextOffset] = {}
 
-    def whole(self, index: int, output: RequestOutput) -> Json:
-        return self._choice(index, output, output.text, output.logprobs)
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        choices = [self._choice(i, output, output.text, output.logprobs) for i, output in enumerate(outputs)]
+        return self._envelope.whole(_COMPLETION, choices, outputs, reasoning_tokens=0)
 
-    def opening(self, index: int) -> None:
-        return None
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
+        part = self._choice(choice, output, output.text_delta, output.new_logprobs)
+        yield self._envelope.chunk(_COMPLETION, part, output.usage if self._envelope.continuous_usage else None)
 
-    def delta(self, index: int, output: RequestOutput) -> Json:
-        return self._choice(index, output, output.text_delta, output.new_logprobs)
-
-    def reasoning_tokens(self, index: int, output: RequestOutput) -> int:
-        return 0
+    def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        return self._envelope.closing(_COMPLETION, outputs, reasoning_tokens=0)
 
     def _choice(self, index: int, output: RequestOutput, text: str, entries: list[TokenLogprobs] | None) -> Json:
         logprobs: Json | None = None

@@ -1,34 +1,19 @@
-"""OpenAI's routes. Each is the same walk: read the body, make tokens of the prompt, run the job, format the answer."""
+"""OpenAI's routes: read the body, make tokens of the prompt, answer the job in OpenAI's format."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import time
 import uuid
-from collections.abc import AsyncGenerator
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
-from mini_sglang.outputs import RequestOutput, Usage
+from mini_sglang.server.answering import answer
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.errors import invalid
-from mini_sglang.server.generation import (
-    Job,
-    collect,
-    encode_answer,
-    encode_prompts,
-    make_chat_job,
-    make_job,
-    off_loop,
-    run_job,
-    total_usage,
-)
-from mini_sglang.server.openai.bodies import ChatBody, CompletionBody, OpenAIBody, parse_prompts
-from mini_sglang.server.openai.format import AnswerFormat, ChatFormat, CompletionFormat, EchoedPrompt, Envelope, Json
-from mini_sglang.server.request_body import read_body, takes
-from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
+from mini_sglang.server.conversation import make_chat_job
+from mini_sglang.server.generation import encode_prompts, make_job, parse_prompts, to_sampling_params
+from mini_sglang.server.openai.bodies import ChatBody, CompletionBody
+from mini_sglang.server.openai.format import ChatFormat, CompletionFormat, EchoedPrompt, Envelope
+from mini_sglang.server.request_body import client_errors, read_body, takes
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -38,14 +23,10 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = await read_body(request, ChatBody)
-    context.check_model(body.model)
-    try:
-        params = body.sampling_params()
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
-    job_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job, plan = await make_chat_job(context, job_id, body.messages, body, params, body, body.num_choices)
-    return await _answer(request, context, body, job, ChatFormat(context.tokenizer, plan))
+    model = context.check_model(body.model)
+    job, plan = await make_chat_job(request, f"chatcmpl-{uuid.uuid4().hex}", body)
+    answer_format = ChatFormat(job, Envelope(job, body, model), plan, context.tokenizer)
+    return await answer(request, job, answer_format, stream=body.stream)
 
 
 @router.post("/completions", openapi_extra=takes(CompletionBody))
@@ -53,27 +34,18 @@ async def completions(request: Request) -> Response:
     """Continue one prompt or several."""
     context = context_of(request)
     body = await read_body(request, CompletionBody)
-    context.check_model(body.model)
-    try:
-        params, prompts = body.sampling_params(), parse_prompts(body.prompt)
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
-    prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
-    job = make_job(
-        context,
-        f"cmpl-{uuid.uuid4().hex}",
-        prompt_ids,
-        params,
-        body,
-        body.num_choices,
-        is_only_echo=body.is_only_echo,
-    )
+    model = context.check_model(body.model)
+    with client_errors(body.field_names):
+        params, prompts = to_sampling_params(body.sampling_fields()), parse_prompts(body.prompt)
+        prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
+        job = make_job(context, f"cmpl-{uuid.uuid4().hex}", prompt_ids, params, body)
     echoes = [
         EchoedPrompt(prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt, False), token_ids)
         for prompt, token_ids in zip(prompts, prompt_ids, strict=True)
         if body.echo
     ]
-    return await _answer(request, context, body, job, CompletionFormat(context.tokenizer, echoes, job.n))
+    answer_format = CompletionFormat(job, Envelope(job, body, model), context.tokenizer, echoes)
+    return await answer(request, job, answer_format, stream=body.stream)
 
 
 @router.get("/models")
@@ -99,50 +71,3 @@ def _model_card(context: ServerContext, name: str) -> Json:
         "root": context.engine.info.model,
         "max_model_len": context.engine.info.context_length,
     }
-
-
-async def _answer(
-    request: Request, context: ServerContext, body: OpenAIBody, job: Job, answer_format: AnswerFormat
-) -> Response:
-    envelope = Envelope(job.id, int(time.time()), context.check_model(body.model))
-    if body.stream:
-        return EventStream(_events(context, job, envelope, answer_format, body))
-    outputs = await while_connected(request.receive, collect(context, job))
-
-    def whole() -> Json:
-        choices = [answer_format.whole(index, output) for index, output in enumerate(outputs)]
-        return envelope.wrap(answer_format.whole_kind, choices, _usage(job, outputs, answer_format))
-
-    return Response(await encode_answer(job, outputs, whole), media_type="application/json")
-
-
-async def _events(
-    context: ServerContext, job: Job, envelope: Envelope, answer_format: AnswerFormat, body: OpenAIBody
-) -> AsyncGenerator[bytes, None]:
-    """One chunk per engine output, then the usage if it was asked for."""
-    kind = answer_format.chunk_kind
-    latest: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
-        async for index, output in outputs:
-            if index not in latest and (opening := answer_format.opening(index)) is not None:
-                yield event(envelope.wrap(kind, [opening]))
-            num_logprobs = job.num_logprobs(index, output.num_new_tokens, with_prompt=index not in latest)
-            latest[index] = output
-            delta = await off_loop(num_logprobs, functools.partial(answer_format.delta, index, output))
-            if delta is None:
-                continue
-            usage = None
-            if body.continuous_usage:
-                tokens = answer_format.reasoning_tokens(index, output)
-                usage = msgspec.structs.replace(output.usage, reasoning_tokens=tokens)
-            yield event(envelope.wrap(kind, [delta], usage))
-    if body.include_usage:
-        usage = _usage(job, [latest[index] for index in range(job.num_choices)], answer_format)
-        yield event(envelope.wrap(kind, [], usage))
-    yield DONE
-
-
-def _usage(job: Job, outputs: list[RequestOutput], answer_format: AnswerFormat) -> Usage:
-    """Of the whole answer, which has been made."""
-    tokens = sum(answer_format.reasoning_tokens(index, output) for index, output in enumerate(outputs))
-    return msgspec.structs.replace(total_usage(job, outputs), reasoning_tokens=tokens)

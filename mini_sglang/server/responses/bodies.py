@@ -11,17 +11,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mini_sglang.sampling_params import MAX_LOGPROBS, SamplingParams
-from mini_sglang.server.openai.bodies import (
+from mini_sglang.sampling_params import MAX_LOGPROBS
+from mini_sglang.server.bodies import (
     FAIL_FAST,
     MAX_MESSAGES,
     MAX_TOOLS,
+    SAMPLING_FIELDS,
     Body,
     CalledFunction,
     Content,
+    ConversationBody,
     Function,
     FunctionName,
-    JsonObject,
+    Json,
     Labels,
     Message,
     MessageCall,
@@ -29,7 +31,6 @@ from mini_sglang.server.openai.bodies import (
     Off,
     OffIfFalse,
     ReasoningEffort,
-    SamplingBody,
     TemplateArguments,
     TemplateBody,
     Tool,
@@ -37,7 +38,6 @@ from mini_sglang.server.openai.bodies import (
     at_most,
     join_runs,
     must_be_off,
-    to_sampling_params,
 )
 
 _MAX_DEPTH = 100  # of what an answer repeats
@@ -53,7 +53,7 @@ def _not_deep(value: Any) -> Any:
     return value
 
 
-RepeatedObject = Annotated[JsonObject, BeforeValidator(_not_deep)]
+RepeatedObject = Annotated[Json, BeforeValidator(_not_deep)]
 
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
@@ -99,7 +99,7 @@ class InputReasoning(Body):
 
     type: Literal["reasoning"]
     content: Parts | None = None
-    summary: list[JsonObject] | None = None
+    summary: list[Json] | None = None
     encrypted_content: Off = None
     id: str | None = None
     status: Status | None = None
@@ -164,7 +164,7 @@ class NamedFunction(Body):
 class PlainFormat(Body):
     type: Literal["text", "json_object"]
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self) -> Json:
         return {"type": self.type}
 
 
@@ -175,7 +175,7 @@ class SchemaFormat(Body):
     json_schema: RepeatedObject = Field(alias="schema")
     strict: bool | None = None
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self) -> Json:
         """As `response_format` of a chat."""
         return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
 
@@ -195,7 +195,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: OffIfFalse = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(ConversationBody):
     """POST /v1/responses."""
 
     model: str | None = None
@@ -231,8 +231,9 @@ class ResponsesBody(SamplingBody):
     moderation: Off = None
 
     @property
-    def client_words(self) -> Mapping[str, str]:
+    def field_names(self) -> Mapping[str, str]:
         return {
+            "prompt": "input",
             "messages": "input",
             "response_format": "text.format",
             "max_tokens": "max_output_tokens",
@@ -245,7 +246,6 @@ class ResponsesBody(SamplingBody):
         return instructions + join_runs(map(_chat_message_of, self.input), ("assistant",))
 
     def template(self) -> TemplateBody:
-        """How the messages become a prompt. Raises ValueError, naming the field, if tools and choice do not fit."""
         choice = self.tool_choice
         return TemplateBody(
             chat_template_kwargs=self.chat_template_kwargs,
@@ -255,17 +255,15 @@ class ResponsesBody(SamplingBody):
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+    def sampling_fields(self) -> Json:
         wants_logprobs = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
-        logprobs = (self.top_logprobs or 0) if wants_logprobs else None
         wanted = None if self.text is None else self.text.format
-        return to_sampling_params(
-            self,
-            max_tokens=self.max_output_tokens,
-            logprobs=logprobs,
-            response_format=None if wanted is None else wanted.for_chat(),
-        )
+        return {
+            **self.model_dump(include=SAMPLING_FIELDS),
+            "max_tokens": self.max_output_tokens,
+            "logprobs": (self.top_logprobs or 0) if wants_logprobs else None,
+            "response_format": None if wanted is None else wanted.for_chat(),
+        }
 
 
 def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCallOutput) -> Message:

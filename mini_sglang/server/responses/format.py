@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
 from mini_sglang.server.answers.blocks import Block, Blocks, Change
+from mini_sglang.server.answers.format import AnswerFormat, named_event
 from mini_sglang.server.answers.model_format import AnswerParser
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.openai.format import logprob_entries
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
-
 _STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
 _ID_PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 
 
-class ResponseFormat:
+class ResponseFormat(AnswerFormat):
     """One answer. Of a stream it keeps the items so far and how many events there were."""
 
     def __init__(
@@ -40,33 +40,30 @@ class ResponseFormat:
         self._logprobs: dict[int, list[Json]] = {}  # of the texts, by index
         self._num_events = 0
 
-    def whole(self, output: RequestOutput) -> Json:
-        """The response that is complete."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        [output] = outputs
         for _ in self._changes(dataclasses.replace(output, text_delta=output.text), output.logprobs):
             pass
         return self._complete(output)
 
-    def opening(self, first: RequestOutput) -> Iterator[Json]:
-        """The events that begin a stream."""
+    def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
         begun = self._response("in_progress")
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
 
-    def delta(self, output: RequestOutput) -> Iterator[Json]:
-        """What `output` added."""
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
         for change, block, text, logprobs in self._changes(output, output.new_logprobs):
             yield from self._block_events(change, block, text, logprobs)
 
-    def closing(self, last: RequestOutput) -> Iterator[Json]:
-        """The events that end a stream."""
+    def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        [last] = outputs
         response = self._complete(last)
         for change, block, text in self._blocks.close():
             yield from self._block_events(change, block, text, [], response["output"][-1]["status"])
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
         yield self._event(kind, response=response)
 
-    def failure(self, error: ApiError) -> Iterator[Json]:
-        """The events that end a stream which fails."""
+    def failure(self, error: ApiError) -> Iterator[bytes]:
         yield self._event("error", code=error.code, message=error.message, param=error.param)
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
@@ -88,7 +85,7 @@ class ResponseFormat:
 
     def _block_events(
         self, change: Change, block: Block, text: str, logprobs: list[Json], end_status: str = "completed"
-    ) -> Iterator[Json]:
+    ) -> Iterator[bytes]:
         at: Json = {"item_id": self._item_id(block), "output_index": block.index}
         part_at: Json = {**at, "content_index": 0}
         if change == "opened":
@@ -191,9 +188,9 @@ class ResponseFormat:
             **{name: value for name, value in asked.items() if value is not None},
         }
 
-    def _event(self, kind: str, **fields: Any) -> Json:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
-        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+        return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
 
 
 _DEFAULTS: Json = {  # of what is repeated, where it was not given

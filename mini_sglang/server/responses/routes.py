@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: the walk of `conversation.py` with OpenAI's body and answer. Keeps nothing."""
+"""OpenAI's /v1/responses. Keeps nothing between requests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import uuid
 
 from fastapi import APIRouter, Request, Response
 
-from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.answering import answer
 from mini_sglang.server.context import context_of
-from mini_sglang.server.conversation import answer_conversation
-from mini_sglang.server.generation import Job
+from mini_sglang.server.conversation import make_chat_job
 from mini_sglang.server.request_body import read_body, takes
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.server.responses.format import ResponseFormat
@@ -23,8 +22,6 @@ async def responses(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, ResponsesBody)
     model = context.check_model(body.model)
-
-    def make_format(job: Job, plan: AnswerPlan) -> ResponseFormat:
-        return ResponseFormat(job.id, model, body, plan.parser(), context.tokenizer)
-
-    return await answer_conversation(request, body, f"resp_{uuid.uuid4().hex}", make_format)
+    job, plan = await make_chat_job(request, f"resp_{uuid.uuid4().hex}", body)
+    answer_format = ResponseFormat(job.id, model, body, plan.parser(), context.tokenizer)
+    return await answer(request, job, answer_format, stream=body.stream)

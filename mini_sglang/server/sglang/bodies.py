@@ -11,18 +11,19 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mini_sglang.sampling_params import MAX_LOGPROBS, SamplingParams
-from mini_sglang.server.openai.bodies import (
+from mini_sglang.errors import FieldError
+from mini_sglang.sampling_params import MAX_LOGPROBS
+from mini_sglang.server.bodies import (
     MAX_CHOICES,
+    SAMPLING_FIELDS,
     Body,
     JobBody,
+    Json,
     LogitBias,
     Off,
     OffIfFalse,
     StopStrings,
     StopTokenIds,
-    parse_logit_bias,
-    parse_prompts,
     schema_format,
 )
 
@@ -65,26 +66,11 @@ class SglangSampling(Body):
     custom_params: Off = None
 
 
-_NAMES = {  # SamplingParams' by SGLang's
-    "min_new_tokens": "min_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "sampling_seed": "seed",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "no_stop_trim": "include_stop_str_in_output",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "regex": "regex",
-    "ebnf": "ebnf",
-}
-_CLIENT_WORDS = {
-    **{name: sglang_name for sglang_name, name in _NAMES.items()},
+_FIELD_NAMES = {  # SGLang's by the engine's, where they differ
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
     "response_format": "json_schema",
     "request_id": "rid",
 }
@@ -129,17 +115,12 @@ class SglangBody(JobBody):
     @model_validator(mode="after")
     def _one_input(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
-            raise ValueError("text or input_ids is required, and only one of them")
+            raise FieldError("text", "or input_ids is required, and only one of them")
         return self
 
     @property
-    def client_words(self) -> Mapping[str, str]:
-        return _CLIENT_WORDS
-
-    @property
-    def field(self) -> str:
-        """Where the prompts come from."""
-        return "text" if self.text is not None else "input_ids"
+    def field_names(self) -> Mapping[str, str]:
+        return {**_FIELD_NAMES, "prompt": "text" if self.text is not None else "input_ids"}
 
     @property
     def sampling(self) -> SglangSampling:
@@ -150,10 +131,14 @@ class SglangBody(JobBody):
         return self.sampling.n or 1
 
     @property
+    def prompt(self) -> Any:
+        return self.text if self.text is not None else self.input_ids
+
+    @property
     def is_single(self) -> bool:
         """Whether the answer is one object rather than a list."""
-        value = self.text if self.text is not None else self.input_ids
-        is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+        prompt = self.prompt
+        is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
         return self.num_choices == 1 and not is_batch
 
     @property
@@ -167,29 +152,14 @@ class SglangBody(JobBody):
         start = self.logprob_start_len
         return start if self.return_logprob and start is not None and start >= 0 else None
 
-    def prompts(self) -> list[str | list[int]]:
-        """Raises ValueError, naming the field."""
-        value = self.text if self.text is not None else self.input_ids
-        prompts = parse_prompts(value, self.field)
-        wanted = str if self.text is not None else list
-        if not all(isinstance(prompt, wanted) for prompt in prompts):
-            kind = "strings" if self.text is not None else "token ids"
-            raise ValueError(f"{self.field} must hold {kind} only")
-        return prompts
-
-    def to_sampling_params(self) -> SamplingParams:
-        """Raises ValueError, naming the field, if a value is out of range."""
+    def sampling_fields(self) -> Json:
         sampling = self.sampling
-        given = {_NAMES[name]: value for name in _NAMES if (value := getattr(sampling, name)) is not None}
-        if sampling.json_schema is not None:
-            given["response_format"] = schema_format(sampling.json_schema, "json_schema must be JSON text")
-        alternatives = self.top_logprobs_num or 0
-        params = SamplingParams(
-            max_tokens=1 if self.is_only_echo else sampling.max_new_tokens,
-            logprobs=alternatives if self.return_logprob else None,
-            prompt_logprobs=None if self.first_logprob is None else alternatives,
-            logit_bias=parse_logit_bias(sampling.logit_bias or {}),
-            **given,
-        )
-        params.validate()
-        return params
+        schema, alternatives = sampling.json_schema, self.top_logprobs_num or 0
+        return {
+            # SGLang has no allowed_token_ids and no choice
+            **{name: getattr(sampling, _FIELD_NAMES.get(name, name), None) for name in SAMPLING_FIELDS},
+            "response_format": None if schema is None else schema_format(schema, "json_schema", "be JSON text"),
+            "max_tokens": 1 if self.is_only_echo else sampling.max_new_tokens,
+            "logprobs": alternatives if self.return_logprob else None,
+            "prompt_logprobs": None if self.first_logprob is None else alternatives,
+        }

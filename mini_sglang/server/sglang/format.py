@@ -6,19 +6,20 @@ are new, since repeating them would cost the square of the answer's length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
+from mini_sglang.server.answers.format import AnswerFormat, event
+from mini_sglang.server.bodies import Json
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.format import finite, token_text
 from mini_sglang.server.sglang.bodies import SglangBody
 from mini_sglang.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 
-
-class SglangFormat:
-    """The choices of one request. Of a stream it keeps the text of each so far."""
+class SglangFormat(AnswerFormat):
+    """The answer to one request. Of a stream it keeps the text of each choice so far."""
 
     def __init__(self, job: Job, body: SglangBody, tokenizer: Tokenizer) -> None:
         self._job = job
@@ -26,23 +27,25 @@ class SglangFormat:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
-    def whole(self, index: int, output: RequestOutput) -> Json:
-        """A choice that is complete."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json | list[Json]:
+        choices = [self._whole_choice(index, output) for index, output in enumerate(outputs)]
+        return choices[0] if self._body.is_single else choices
+
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
+        is_first = choice not in self._texts
+        text = self._texts[choice] = self._texts.get(choice, "") + output.text_delta
+        answer = self._choice(choice, output, text, output.new_token_ids)
+        if self._body.return_logprob:
+            answer["meta_info"] |= self._answer_logprobs(output.new_logprobs or [])
+            if is_first:
+                answer["meta_info"] |= self._prompt_logprobs(choice, output)
+        yield event(answer if self._body.is_single else {"index": choice, **answer})
+
+    def _whole_choice(self, index: int, output: RequestOutput) -> Json:
         answer = self._choice(index, output, output.text, output.token_ids)
         if self._body.return_logprob:
             answer["meta_info"] |= self._prompt_logprobs(index, output) | self._answer_logprobs(output.logprobs or [])
         return answer
-
-    def delta(self, index: int, output: RequestOutput) -> Json:
-        """A choice of a stream, which says its index where there are several."""
-        is_first = index not in self._texts
-        text = self._texts[index] = self._texts.get(index, "") + output.text_delta
-        answer = self._choice(index, output, text, output.new_token_ids)
-        if self._body.return_logprob:
-            answer["meta_info"] |= self._answer_logprobs(output.new_logprobs or [])
-            if is_first:
-                answer["meta_info"] |= self._prompt_logprobs(index, output)
-        return answer if self._body.is_single else {"index": index, **answer}
 
     def _choice(self, index: int, output: RequestOutput, text: str, token_ids: list[int]) -> Json:
         return {

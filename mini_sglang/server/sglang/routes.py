@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import uuid
-from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response
 
-from mini_sglang.server.context import ServerContext, context_of
-from mini_sglang.server.errors import invalid
-from mini_sglang.server.generation import Job, collect, encode_answer, encode_prompts, make_job, off_loop, run_job
+from mini_sglang.errors import FieldError
+from mini_sglang.server.answering import answer
+from mini_sglang.server.bodies import Json
+from mini_sglang.server.context import context_of
+from mini_sglang.server.generation import encode_prompts, make_job, parse_prompts, to_sampling_params
+from mini_sglang.server.request_body import client_errors
 from mini_sglang.server.sglang.bodies import SglangBody
-from mini_sglang.server.sglang.format import Json, SglangFormat
-from mini_sglang.server.streaming import DONE, EventStream, event, while_connected
+from mini_sglang.server.sglang.format import SglangFormat
 
 router = APIRouter(tags=["SGLang"])
 
@@ -39,38 +38,17 @@ async def generate(request: Request, body: SglangBody) -> Response:
     """POST /generate with a body of this kind."""
     context = context_of(request)
     context.check_model(body.model)
-    try:
-        params, prompts = body.to_sampling_params(), body.prompts()
-    except ValueError as error:
-        raise invalid(error).in_words(body.client_words) from None
-    prompt_ids = await encode_prompts(context, prompts, n=body.num_choices, field=body.field)
-    job = make_job(
-        context,
-        body.rid or uuid.uuid4().hex,
-        prompt_ids,
-        params,
-        body,
-        body.num_choices,
-        field=body.field,
-        is_only_echo=body.is_only_echo,
-    )
-    answer_format = SglangFormat(job, body, context.tokenizer)
-    if body.stream:
-        return EventStream(_events(context, job, answer_format))
-    outputs = await while_connected(request.receive, collect(context, job))
-
-    def whole() -> Json | list[Json]:
-        choices = [answer_format.whole(index, output) for index, output in enumerate(outputs)]
-        return choices[0] if body.is_single else choices
-
-    return Response(await encode_answer(job, outputs, whole), media_type="application/json")
+    with client_errors(body.field_names):
+        params, prompts = to_sampling_params(body.sampling_fields()), _parse_prompts(body)
+        prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
+        job = make_job(context, body.rid or uuid.uuid4().hex, prompt_ids, params, body)
+    return await answer(request, job, SglangFormat(job, body, context.tokenizer), stream=body.stream)
 
 
-async def _events(context: ServerContext, job: Job, answer_format: SglangFormat) -> AsyncGenerator[bytes, None]:
-    begun: set[int] = set()
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
-        async for index, output in outputs:
-            num_logprobs = job.num_logprobs(index, output.num_new_tokens, with_prompt=index not in begun)
-            begun.add(index)
-            yield event(await off_loop(num_logprobs, functools.partial(answer_format.delta, index, output)))
-    yield DONE
+def _parse_prompts(body: SglangBody) -> list[str | list[int]]:
+    """Raises FieldError."""
+    prompts = parse_prompts(body.prompt)
+    kind, expected = (str, "strings") if body.text is not None else (list, "token ids")
+    if not all(isinstance(prompt, kind) for prompt in prompts):
+        raise FieldError("prompt", f"must hold {expected} only")
+    return prompts

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from mini_sglang.config import ServerConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.model_format import Dialect
 from mini_sglang.server.answers.reasoning import REASONING_PARSERS
 from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
-from mini_sglang.server.errors import ApiError
-from mini_sglang.server.openai.bodies import Message, TemplateBody
+from mini_sglang.server.bodies import Message, TemplateBody
 from mini_sglang.text.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
@@ -127,7 +127,7 @@ def test_every_parser_can_be_named_by_its_option() -> None:
 
 def test_one_grammar_for_an_answer(builtin_tokenizer: Tokenizer) -> None:
     plan = Dialect.of(builtin_tokenizer, ServerConfig()).plan(TemplateBody(tools=[GET_TIME]), QUESTION, [])
-    with pytest.raises(ApiError, match="regex cannot be combined with tools"):
+    with pytest.raises(FieldError, match="regex cannot be combined with tools"):
         plan.constrain(SamplingParams(regex="a+"))
 
 

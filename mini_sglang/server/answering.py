@@ -1,0 +1,129 @@
+"""Answers a job over HTTP: walks its outputs through an API's format, into one JSON value or a stream of events.
+
+An `EventStream` sends its first event together with the status, so that whatever fails before it still gets a proper
+error answer; what fails later becomes the stream's last events. When the client leaves, its job ends. Knows no API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from mini_sglang.outputs import RequestOutput
+from mini_sglang.server.answers.format import AnswerFormat
+from mini_sglang.server.context import ServerContext, context_of
+from mini_sglang.server.errors import ApiError, ClientDisconnected, as_api_error
+from mini_sglang.server.generation import Job, off_loop, run_job
+
+Result = TypeVar("Result")
+
+
+async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, stream: bool | None) -> Response:
+    """The answer to a request whose body has become `job`. Raises what `run_job` does, and ClientDisconnected."""
+    context = context_of(request)
+    if stream:
+        events = _events(context, job, answer_format)
+        return EventStream(events, lambda error: b"".join(answer_format.failure(error)))
+    outputs = await while_connected(request.receive, _last_outputs(context, job))
+    num_logprobs = sum(job.num_logprobs(choice, last.usage.completion_tokens) for choice, last in enumerate(outputs))
+    whole = await off_loop(num_logprobs, lambda: msgspec.json.encode(answer_format.whole(outputs)))
+    return Response(whole, media_type="application/json")
+
+
+async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]:
+    """Run a job to its end; the last output of each choice, which holds the whole answer."""
+    last: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(run_job(context, job)) as outputs:
+        async for choice, output in outputs:
+            last[choice] = output
+    return [last[choice] for choice in range(job.num_choices)]
+
+
+async def _events(context: ServerContext, job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes, None]:
+    """Run a job; the events of its stream. Those with many log-probabilities take long: they are made in a thread."""
+    last: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(run_job(context, job)) as outputs:
+        async for choice, output in outputs:
+            is_first = choice not in last
+            last[choice] = output
+            if is_first:
+                for data in answer_format.opening(choice, output):
+                    yield data
+            num_logprobs = job.num_logprobs(choice, output.num_new_tokens, with_prompt=is_first)
+            for data in await off_loop(num_logprobs, functools.partial(_delta, answer_format, choice, output)):
+                yield data
+    for data in answer_format.closing([last[choice] for choice in range(job.num_choices)]):
+        yield data
+
+
+def _delta(answer_format: AnswerFormat, choice: int, output: RequestOutput) -> list[bytes]:
+    return list(answer_format.delta(choice, output))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do `work`, but cancel it and raise ClientDisconnected when the client closes the connection.
+
+    The request's body must have been read.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)  # the engine has been told when this returns
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response made of the events that a generator yields; the generator is closed when the client leaves.
+
+    `describe` makes the last events of a stream that fails.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], describe: Callable[[ApiError], bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._describe = describe
+        self._started = False
+        self.init_headers(
+            {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything. Raises what the generator raises before its first event."""
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientDisconnected:
+            if not self._started:
+                raise
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            first = await anext(events)
+            self._started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:  # the status has been sent: say it in the stream
+                body = self._describe(as_api_error(error))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
