@@ -46,7 +46,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = _option(
         None, "token budget of one step, decodes included; none: 512 on CPU, 8192 on GPU"
     )
-    schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "who goes first; lpm: longest cached prefix")
+    schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "order of waiting requests; lpm: longest cached prefix first")
     run_ahead: int | None = _option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
     attention_backend: str = _option("auto", "cpu, triton, reference, flashinfer or flash_attn; PREFILL,DECODE for two")
@@ -86,9 +86,9 @@ class EngineConfig:
             )
         _check_choices(self)
         _check_attention_backend(self.attention_backend)
-        self._check_ranks()
+        self._check_nodes()
 
-    def _check_ranks(self) -> None:
+    def _check_nodes(self) -> None:
         if self.tp % self.nnodes:
             raise ValueError(f"tp must be a multiple of nnodes, got {self.tp} and {self.nnodes}")
         if not 0 <= self.node_rank < self.nnodes:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNWATCHED = nullcontext()
-_MASK_WAIT_S = 0.01  # with nothing to compute but masks; between such waits callers come to speak
+_UNOBSERVED = nullcontext()
+_MASK_WAIT_S = 0.01  # while only masks are computed; messages are read in between
 
 
 class Engine:
@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
         log = None if config.step_log is None else StepLog(config.step_log)  # a wrong path is known before loading
-        self._observer: EngineObserver | None = None  # unless there is something to watch for
+        self._observer: EngineObserver | None = None  # None: nothing asks for logs or traces
         if log is not None or config.profile_dir is not None:
             self._observer = EngineObserver(log, config.profile_dir)
         self.executor = Executor(config)
@@ -60,8 +60,8 @@ class Engine:
         load = partial(_load_compiler, self.executor.source, tokenizer, model.vocab_size, model.eos_token_ids)
         self._make_masks = partial(GrammarMasks, load)
         self._masks: GrammarMasks | None = None  # from the first grammar on
-        self._arrived_s: dict[str, float] = {}  # when each request came that was in no step yet
-        self._queued_s: dict[str, float] = {}  # for how long each waited that was, until an output says so
+        self._arrived_s: dict[str, float] = {}  # arrival of each request that was in no step yet
+        self._queued_s: dict[str, float] = {}  # how long each other one was queued, until an output says so
         if self._observer is not None:
             self._observer.started(asdict(self.config))
 
@@ -140,16 +140,16 @@ class Engine:
         return outputs
 
     def _launch_and_read(self) -> StepOutputs:
-        """Launch the step that the scheduler wants, if it wants one; then read the oldest step, if that is due.
+        """Launch the next step if the scheduler has one, then read the oldest step if it is due.
 
-        It is due if more than `run_ahead` steps are on their way, or if there was none to launch. What launching or
+        It is due if more than `run_ahead` steps are in flight, or if there was none to launch. What launching or
         reading raises ends the requests of that step alone (`_fail`). With no step to read, wait a moment for masks if
         there are any.
         """
         with self._phase("schedule", self.scheduler.next_step):
             batch = self.scheduler.schedule()
         if batch is not None:
-            self._note_admitted(batch)
+            self._record_admitted(batch)
             try:
                 with self._phase("launch", batch.step):
                     self._inflight.append((batch, self.executor.launch(batch)))
@@ -172,11 +172,11 @@ class Engine:
         return StepOutputs()
 
     def _phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:
-        """Around a phase of a step, which is timed and named where somebody watches."""
-        return _UNWATCHED if self._observer is None else self._observer.phase(name, step)
+        """Context of one phase of a step, which the observer, if there is one, times and names in traces."""
+        return _UNOBSERVED if self._observer is None else self._observer.phase(name, step)
 
-    def _note_admitted(self, batch: ScheduledBatch) -> None:
-        """Note how long requests were queued that `batch`, the latest step, is the first to contain."""
+    def _record_admitted(self, batch: ScheduledBatch) -> None:
+        """Record how long those requests were queued whose first step is `batch`, the latest one."""
         if batch.new_rows:
             now = time.perf_counter()
             for request_id in self.scheduler.latest_step.admitted:
@@ -186,7 +186,7 @@ class Engine:
             self._observer.scheduled(batch, self.scheduler)
 
     def _take_masks(self, masks: GrammarMasks) -> list[TokenOutput]:
-        """Let requests go on whose next mask is known; those whose grammar has come to its end end here."""
+        """Give the scheduler the masks that are ready; end the requests whose grammar is complete or has failed."""
         outputs = []
         for ready in masks.take_ready():
             if ready.mask is not None:
@@ -213,7 +213,7 @@ class Engine:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
-    def check_ranks(self) -> None:
+    def check_workers(self) -> None:
         """Raise RankError if a rank of tensor parallelism has failed since the last step."""
         self.executor.check()
 

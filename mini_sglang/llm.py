@@ -130,7 +130,7 @@ class LLM:
         return self.stream(self._render(messages, "messages", template_arguments), sampling_params)
 
     def close(self) -> None:
-        """Free the model. Twice is fine; afterwards nothing else is."""
+        """Free the model. Calling it twice is fine; no other method may follow."""
         if not self._closed:
             self._closed = True
             self._abort(list(self._running.values()))
@@ -261,7 +261,7 @@ def _checked_ids(prompt: object, name: str) -> list[int]:
 
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> dict[str, Conversation]:
-    """By the names that errors call them; what is no list of lists counts as one."""
+    """Conversations by the names that errors use; what is no list of lists counts as one conversation."""
     if _is_list(messages) and messages and _is_list(messages[0]):
         return {f"messages[{index}]": conversation for index, conversation in enumerate(messages)}  # type: ignore[misc]
     return {"messages": messages}  # type: ignore[dict-item]
@@ -311,7 +311,7 @@ def _interrupt_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(total: int, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; call what it yields with (requests finished, tokens that came new)."""
+    """A bar on stderr; call what it yields with (requests finished, new tokens)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     start = time.perf_counter()
     num_tokens = 0

@@ -79,7 +79,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    reasoning_tokens: int = 0  # of completion_tokens; known to who reads thoughts
+    reasoning_tokens: int = 0  # of completion_tokens; set by the server, which parses reasoning
 
     @property
     def total_tokens(self) -> int:
@@ -161,7 +161,7 @@ class RequestOutput:
         return None if logprobs is None else logprobs[self._first_new : self.usage.completion_tokens]
 
     def num_tokens_of_text(self, num_characters: int) -> int:
-        """How many tokens had been generated when the text was first so long."""
+        """The number of tokens that had been generated when the text first had this many characters."""
         num_tokens = 0
         pieces = zip(self.generated.text_pieces, self.generated.num_tokens_at_piece, strict=True)
         for text, num_tokens_then in pieces:

@@ -1,6 +1,6 @@
 """One sequence that is being generated: its tokens, its pages and how far it is computed.
 
-The scheduler's own record of a request; no tensor, no text.
+The scheduler keeps it; no tensor, no text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt_ids[1:], as far as steps were read
-    is_constrained: bool = field(init=False)  # each token is drawn under a mask, which depends on the tokens before
+    is_constrained: bool = field(init=False)  # each token is drawn under a mask that depends on the tokens before it
     mask: bytes = b""  # one bit per token of the vocabulary, those that may be drawn, lowest bit first
     mask_position: int = 0  # of the token that `mask` is for
 
@@ -62,7 +62,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens, those not read yet included: whoever computes the last token samples one more."""
+        """Prompt and output tokens, those not read yet included: to compute the last one is to sample one more."""
         return max(self.num_known_tokens, self.num_computed_tokens + 1)
 
     @property

@@ -101,6 +101,7 @@ ALLOWED: dict[str, set[str]] = {
         "outputs",
         "sampling_params",
         "scheduling",
+        "text.detokenizer",
         "text.tokenizer",
         "weights",
     },
@@ -145,6 +146,9 @@ def part_of(module: str) -> str:
     return max(names, key=len, default=module.split(".")[0])
 
 
+PACKAGES = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("__init__.py")}
+
+
 def imports_of(path: Path) -> list[str]:
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -152,8 +156,8 @@ def imports_of(path: Path) -> list[str]:
             names += [alias.name for alias in node.names if alias.name != "mini_sglang"]  # for its version
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            if node.module == "mini_sglang":  # the public names, which only say where they live
-                names += [f"mini_sglang.{alias.name}" for alias in node.names if alias.name != "__version__"]
+            if node.module in PACKAGES:  # of the top one: public names, which only say where they live
+                names += [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
             else:
                 names.append(node.module or "")
     return names

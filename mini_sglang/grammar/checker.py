@@ -2,7 +2,7 @@
 
 The child, `python -m mini_sglang.grammar.checker`, reads a vocabulary, then grammars, and answers each with what is
 wrong with it; messages are msgpack behind four bytes of length. A grammar that takes longer than the limit, or more
-memory than the child may have, costs the child its life and is refused; the next one finds a new child.
+memory than the child may have, gets the child killed and is refused; a new child takes the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, error_fiel
 from mini_sglang.sampling_params import SamplingParams
 
 LIMIT_S = 0.5  # for one grammar; honest ones take milliseconds
-_ALARM_S = 2  # after which the child ends itself, whether or not there is still somebody to end it
+_ALARM_S = 2  # after which the child ends itself, should its parent be gone
 _MEMORY = 256 << 20  # bytes that a grammar may take
 _REMEMBERED = 1024  # grammars
 _LENGTH = struct.Struct("<I")
@@ -50,7 +50,7 @@ class GrammarChecker:
         key = grammar_key(params)
         problem = self._found.get(key)
         if problem is None:
-            if key not in self._checks:  # a task of its own: whoever leaves meanwhile must not stop it half-way
+            if key not in self._checks:  # a task of its own: a caller that leaves must not stop it half-way
                 self._checks[key] = asyncio.create_task(self._check(params, key))
                 self._checks[key].add_done_callback(lambda _: self._checks.pop(key))
             problem = await asyncio.shield(self._checks[key])

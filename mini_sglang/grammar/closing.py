@@ -37,7 +37,7 @@ class EndingFinder:
         self._elsewhere = [_matching(pattern, tokens) for pattern in _ELSEWHERE]
 
     def find(self, follower: Follower, most: int) -> list[int] | None:
-        """Tokens that bring the answer to its end, at most so many, or None. Moves `follower`; give it a copy."""
+        """At most `most` tokens that bring the answer to its end, or None. Moves `follower`; give it a copy."""
         token_ids: list[int] = []
         while not follower.is_stopped():
             if len(token_ids) == most:

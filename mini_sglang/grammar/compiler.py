@@ -1,7 +1,7 @@
 """What an answer must look like: a schema, a regular expression, a grammar or a list of choices, as masks over tokens.
 
 Compiles the grammar that sampling parameters ask for (with llguidance, against a model's vocabulary) and follows it
-with one matcher per request. Knows no engine: who compiles when, and with which patience, is decided elsewhere.
+with one matcher per request. Knows no engine: callers decide when to compile and how long to wait.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -25,13 +26,13 @@ if TYPE_CHECKING:  # importing transformers takes a second
 
 NO_END_TOKEN = "it has no end token"  # why a model supports no grammar
 _CACHED_GRAMMARS = 64
-# Between two things in JSON stands nothing, one space, or a newline and up to 16 spaces: a model that has lost its way
-# could go on with white space until its limit.
+# Between two things in JSON stands nothing, one space, or a newline and up to 16 spaces: otherwise a confused model
+# could write white space until its limit.
 _WHITE_SPACE = r"[ ]|\n[ ]{0,16}"
 # A mask takes microseconds to milliseconds; a grammar that needs more per token than these is refused, or ends its
 # answer with an error.
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
-_LONGEST_ENDING = 256  # tokens before the limit from which on the way to the end is looked at
+_LONGEST_ENDING = 256  # tokens: an ending is looked for from here to the limit
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -263,7 +264,8 @@ def _refusal(field: str, reason: str) -> FieldError:
 # -- tool calls -------------------------------------------------------------------------------------------------------
 
 
-class CallSyntax(NamedTuple):
+@dataclass(frozen=True)
+class CallSyntax:
     """How a model writes calls: begin, then call_begin {"name": …, arguments_key: {…}} call_end for each, then end."""
 
     call_begin: str = ""

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Matcher, unsupported
@@ -20,7 +19,8 @@ from mini_sglang.sampling_params import SamplingParams
 PATIENCE_S = 0.002  # a mask takes microseconds; one that takes longer costs its request a step, and the others none
 
 
-class NextMask(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NextMask:
     """What came of a request's latest token: a mask for the next one, or the end of the answer."""
 
     request_id: str

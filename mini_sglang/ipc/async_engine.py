@@ -30,29 +30,7 @@ from mini_sglang.config import EngineConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.checker import GrammarChecker
 from mini_sglang.grammar.compiler import NO_END_TOKEN, Vocabulary, unsupported
-from mini_sglang.ipc.messages import (
-    AbortRequest,
-    AddRequest,
-    CacheFlushed,
-    EngineInfo,
-    Fatal,
-    FlushCache,
-    FromEngine,
-    GetStats,
-    Outputs,
-    Ping,
-    Pong,
-    Ready,
-    RequestRejected,
-    Shutdown,
-    StartTrace,
-    Stats,
-    StopTrace,
-    ToEngine,
-    Trace,
-    decode_from_engine,
-    encode,
-)
+from mini_sglang.ipc import messages
 from mini_sglang.outputs import FinishReason, RequestOutput, StepOutputs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
@@ -62,7 +40,7 @@ from mini_sglang.weights.hub import find_model
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", Pong, Stats, CacheFlushed, Trace)
+Answer = TypeVar("Answer", messages.Pong, messages.Stats, messages.CacheFlushed, messages.Trace)
 
 _DELIVERIES_PER_TURN = 16  # to send one to its client takes about a tenth of a millisecond
 CALL_TIMEOUT_S = 5.0  # an engine that does not answer a ping for so long counts as stuck
@@ -132,7 +110,7 @@ class AsyncEngine:
         process: asyncio.subprocess.Process,
         context: zmq.asyncio.Context,
         socket: zmq.asyncio.Socket,
-        info: EngineInfo,
+        info: messages.EngineInfo,
         tokenizer: Tokenizer,
     ) -> None:
         self.info = info
@@ -141,7 +119,7 @@ class AsyncEngine:
         self._context = context
         self._socket = socket
         self._streams: dict[str, _Stream] = {}  # by the id used on the wire, which is never used twice
-        self._calls: dict[int, asyncio.Future[Pong | Stats | CacheFlushed | Trace]] = {}
+        self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
         self._counter = itertools.count()
         self._error: EngineDeadError | None = None
         self._closing = False
@@ -206,7 +184,7 @@ class AsyncEngine:
         try:
             # stop strings end a request on this side: the engine knows no text
             wire_params = msgspec.structs.replace(params, stop=[])
-            self._send(AddRequest(wire_id, prompt_ids, wire_params, cache_salt, priority))
+            self._send(messages.AddRequest(wire_id, prompt_ids, wire_params, cache_salt, priority))
             while True:
                 output = await stream.outputs.get()
                 yield output
@@ -214,7 +192,7 @@ class AsyncEngine:
                     return
         finally:
             if self._streams.pop(wire_id, None) is not None:  # nobody waits for the rest
-                self._send(AbortRequest(wire_id))
+                self._send(messages.AbortRequest(wire_id))
 
     @property
     def request_ids(self) -> list[str]:
@@ -225,21 +203,21 @@ class AsyncEngine:
         """End the requests with this id; their consumers get a last output with reason ABORT. False: there is none."""
         found = [wire_id for wire_id, stream in self._streams.items() if stream.request_id == request_id]
         for wire_id in found:
-            self._send(AbortRequest(wire_id))
+            self._send(messages.AbortRequest(wire_id))
             self._deliver(TokenOutput(request_id=wire_id, token_ids=[], finish_reason=FinishReason.ABORT))
         return bool(found)
 
     async def ping(self, timeout: float = CALL_TIMEOUT_S) -> None:
         """Make one round trip through the engine loop. Raises TimeoutError after `timeout` seconds."""
-        await self._call(Ping, Pong, timeout)
+        await self._call(messages.Ping, messages.Pong, timeout)
 
     async def stats(self) -> SchedulerStats:
         """The engine's counters at this moment. Raises TimeoutError."""
-        return (await self._call(GetStats, Stats, CALL_TIMEOUT_S)).stats
+        return (await self._call(messages.GetStats, messages.Stats, CALL_TIMEOUT_S)).stats
 
     async def flush_cache(self) -> int:
         """Drop the cached pages that no request uses; returns how many. Raises TimeoutError."""
-        return (await self._call(FlushCache, CacheFlushed, CALL_TIMEOUT_S)).num_pages
+        return (await self._call(messages.FlushCache, messages.CacheFlushed, CALL_TIMEOUT_S)).num_pages
 
     async def start_trace(self, num_steps: int | None = None) -> None:
         """Trace the engine process until `stop_trace`, or for `num_steps` steps.
@@ -247,13 +225,14 @@ class AsyncEngine:
         Raises ValueError if there is no `profile_dir`, a trace is being made already or the folder is no good;
         TimeoutError.
         """
-        answer = await self._call(lambda call_id: StartTrace(call_id, num_steps), Trace, TRACE_TIMEOUT_S)
+        start = functools.partial(messages.StartTrace, num_steps=num_steps)
+        answer = await self._call(start, messages.Trace, TRACE_TIMEOUT_S)
         if answer.error is not None:
             raise ValueError(answer.error)
 
     async def stop_trace(self) -> str:
         """End the trace; returns the path of its file. Raises ValueError if there is none, TimeoutError."""
-        answer = await self._call(StopTrace, Trace, TRACE_TIMEOUT_S)
+        answer = await self._call(messages.StopTrace, messages.Trace, TRACE_TIMEOUT_S)
         if answer.path is None:
             raise ValueError(answer.error)
         return answer.path
@@ -268,7 +247,7 @@ class AsyncEngine:
         """End the engine process, by force after `timeout` seconds. Requests under way get EngineDeadError."""
         self._closing = True
         if self._process.returncode is None:
-            self._send(Shutdown())
+            self._send(messages.Shutdown())
         self._die(EngineDeadError("the engine was closed"))
         await self._grammars.close()
         try:
@@ -283,8 +262,8 @@ class AsyncEngine:
     async def _receive(self) -> None:
         try:
             while True:
-                message = decode_from_engine(await self._socket.recv())
-                if isinstance(message, Outputs):
+                message = messages.decode_from_engine(await self._socket.recv())
+                if isinstance(message, messages.Outputs):
                     await self._deliver_all(message.outputs)
                 else:
                     self._handle(message)
@@ -292,16 +271,16 @@ class AsyncEngine:
             logger.exception("messages of the engine cannot be read any more")
             self._die(EngineDeadError(f"the engine cannot be understood: {type(error).__name__}: {error}"))
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: messages.FromEngine) -> None:
         match message:
-            case RequestRejected(wire_id, field, problem, others):
+            case messages.RequestRejected(wire_id, field, problem, others):
                 if (stream := self._streams.pop(wire_id, None)) is not None:
                     stream.outputs.fail(FieldError(field, problem, *others))
-            case Pong(call_id) | Stats(call_id) | CacheFlushed(call_id) | Trace(call_id):
-                call = self._calls.get(call_id)
+            case messages.Pong() | messages.Stats() | messages.CacheFlushed() | messages.Trace():
+                call = self._calls.get(message.call_id)
                 if call is not None and not call.done():
                     call.set_result(message)
-            case Fatal(error):
+            case messages.Fatal(error):
                 self._die(EngineDeadError(f"the engine stopped: {error}"))
 
     async def _deliver_all(self, outputs: StepOutputs) -> None:
@@ -322,13 +301,13 @@ class AsyncEngine:
         except Exception as error:  # a fault in one request's text must not end the others
             logger.exception("request %s failed", wire_id)
             del self._streams[wire_id]
-            self._send(AbortRequest(wire_id))
+            self._send(messages.AbortRequest(wire_id))
             stream.outputs.fail(RuntimeError(f"{type(error).__name__}: {error}"))
             return
         if output.finished:
             del self._streams[wire_id]
             if tokens.finish_reason is None:  # a stop string matched, which only this side can see
-                self._send(AbortRequest(wire_id, FinishReason.STOP))
+                self._send(messages.AbortRequest(wire_id, FinishReason.STOP))
         stream.outputs.put(output)
 
     async def _watch_process(self) -> None:
@@ -355,7 +334,7 @@ class AsyncEngine:
         if self._error is not None:
             raise self._error
 
-    async def _call(self, question: Callable[[int], ToEngine], answer: type[Answer], timeout: float) -> Answer:
+    async def _call(self, question: Callable[[int], messages.ToEngine], answer: type[Answer], timeout: float) -> Answer:
         self._check_alive()
         call_id = next(self._counter)
         call = self._calls[call_id] = asyncio.get_running_loop().create_future()
@@ -369,10 +348,10 @@ class AsyncEngine:
         assert isinstance(result, answer)
         return result
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         """Queue a message, in order. Never blocks: admission bounds how many there can be."""
         if self._error is None:
-            self._socket.send(encode(message))
+            self._socket.send(messages.encode(message))
 
 
 def _find_tokenizer(config: EngineConfig) -> Tokenizer:
@@ -390,7 +369,7 @@ async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Proce
     return process
 
 
-async def _wait_until_ready(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> EngineInfo:
+async def _wait_until_ready(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> messages.EngineInfo:
     """The engine's first message, or RuntimeError if the process ends instead."""
     first = asyncio.ensure_future(socket.recv())
     ended = asyncio.ensure_future(process.wait())
@@ -400,15 +379,15 @@ async def _wait_until_ready(process: asyncio.subprocess.Process, socket: zmq.asy
             await asyncio.wait((first,), timeout=0.2)  # a message sent just before the end
         if not first.done():
             raise RuntimeError(f"the engine process ended with status {process.returncode} while starting; see its log")
-        message = decode_from_engine(first.result())
+        message = messages.decode_from_engine(first.result())
     finally:
         first.cancel()
         ended.cancel()
-    if isinstance(message, Fatal):
+    if isinstance(message, messages.Fatal):
         if message.is_setting:
             raise ValueError(message.error)
         raise RuntimeError(f"the engine could not start: {message.error}")
-    assert isinstance(message, Ready)
+    assert isinstance(message, messages.Ready)
     return message.info
 
 

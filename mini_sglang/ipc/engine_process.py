@@ -17,29 +17,7 @@ from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.errors import FieldError
-from mini_sglang.ipc.messages import (
-    AbortRequest,
-    AddRequest,
-    CacheFlushed,
-    EngineInfo,
-    Fatal,
-    FlushCache,
-    FromEngine,
-    GetStats,
-    Outputs,
-    Ping,
-    Pong,
-    Ready,
-    RequestRejected,
-    Shutdown,
-    StartTrace,
-    Stats,
-    StopTrace,
-    ToEngine,
-    Trace,
-    decode_to_engine,
-    encode,
-)
+from mini_sglang.ipc import messages
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +26,7 @@ _LINGER_MS = 1000  # time for the last message to leave when the process ends
 
 
 def main(address: str, parent_pid: int) -> int:
-    """Serve one engine until Shutdown, the parent's end or a fatal error; returns the exit status."""
+    """Serve one engine until `Shutdown`, the parent's end or a fatal error; returns the exit status."""
     die_with_parent()
     leave_signals_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
@@ -61,15 +39,15 @@ def main(address: str, parent_pid: int) -> int:
         try:
             engine = Engine(config)
         except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
-            socket.send(encode(Fatal(str(error), is_setting=True)))
+            socket.send(messages.encode(messages.Fatal(str(error), is_setting=True)))
             return 1
-        socket.send(encode(Ready(engine_info(engine))))
+        socket.send(messages.encode(messages.Ready(engine_info(engine))))
         EngineLoop(engine, socket, parent_pid).run()
         engine.close()
         return 0
     except Exception as error:  # the parent must learn why, whatever it was
         logger.exception("the engine stopped")
-        socket.send(encode(Fatal(f"{type(error).__name__}: {error}")))
+        socket.send(messages.encode(messages.Fatal(f"{type(error).__name__}: {error}")))
         return 1
     finally:
         socket.close()
@@ -86,11 +64,11 @@ class EngineLoop:
         self._is_checked = True  # nothing has run since the accounts were last looked at
 
     def run(self) -> None:
-        """Serve until Shutdown or until the parent is gone."""
+        """Serve until `Shutdown` or until the parent is gone."""
         while self._receive():
             outputs = self._engine.step()
             if outputs:
-                self._send(Outputs(outputs))
+                self._send(messages.Outputs(outputs))
 
     def _receive(self) -> bool:
         """Handle all messages that have arrived, waiting for one while idle. False when it is time to leave."""
@@ -103,11 +81,11 @@ class EngineLoop:
                 if busy:
                     self._is_checked = False
                     return True
-                self._engine.check_ranks()
+                self._engine.check_workers()
                 self._check_accounts()
                 continue
-            message = decode_to_engine(self._socket.recv())
-            if isinstance(message, Shutdown):
+            message = messages.decode_to_engine(self._socket.recv())
+            if isinstance(message, messages.Shutdown):
                 return False
             self._handle(message)
 
@@ -117,22 +95,22 @@ class EngineLoop:
             self._engine.check()
             self._is_checked = True
 
-    def _handle(self, message: ToEngine) -> None:
+    def _handle(self, message: messages.ToEngine) -> None:
         match message:
-            case AddRequest():
+            case messages.AddRequest():
                 self._add(message)
-            case AbortRequest(request_id, reason):
+            case messages.AbortRequest(request_id, reason):
                 self._engine.abort(request_id, reason)
-            case Ping(call_id):
-                self._send(Pong(call_id))
-            case GetStats(call_id):
-                self._send(Stats(call_id, self._engine.stats()))
-            case FlushCache(call_id):
-                self._send(CacheFlushed(call_id, self._engine.flush_cache()))
-            case StartTrace() | StopTrace():
+            case messages.Ping(call_id):
+                self._send(messages.Pong(call_id))
+            case messages.GetStats(call_id):
+                self._send(messages.Stats(call_id, self._engine.stats()))
+            case messages.FlushCache(call_id):
+                self._send(messages.CacheFlushed(call_id, self._engine.flush_cache()))
+            case messages.StartTrace() | messages.StopTrace():
                 self._send(self._trace(message))
 
-    def _add(self, message: AddRequest) -> None:
+    def _add(self, message: messages.AddRequest) -> None:
         try:
             self._engine.add_request(
                 message.request_id,
@@ -142,29 +120,26 @@ class EngineLoop:
                 priority=message.priority,
             )
         except FieldError as error:  # this request is wrong; the others go on
-            self._send(RequestRejected(message.request_id, error.field, error.problem, list(error.others)))
+            self._send(messages.RequestRejected(message.request_id, error.field, error.problem, list(error.others)))
 
-    def _trace(self, message: StartTrace | StopTrace) -> Trace:
+    def _trace(self, message: messages.StartTrace | messages.StopTrace) -> messages.Trace:
         try:
-            if isinstance(message, StopTrace):
-                return Trace(message.call_id, path=self._engine.stop_trace())
+            if isinstance(message, messages.StopTrace):
+                return messages.Trace(message.call_id, path=self._engine.stop_trace())
             self._engine.start_trace(message.num_steps)
-            return Trace(message.call_id)
+            return messages.Trace(message.call_id)
         except (ValueError, OSError) as error:
-            return Trace(message.call_id, error=str(error))
+            return messages.Trace(message.call_id, error=str(error))
 
-    def _send(self, message: FromEngine) -> None:
+    def _send(self, message: messages.FromEngine) -> None:
         # Blocks at the socket's high-water mark: an API process that cannot follow slows the engine, not fills memory.
-        self._socket.send(encode(message))
+        self._socket.send(messages.encode(message))
 
 
-def engine_info(engine: Engine) -> EngineInfo:
+def engine_info(engine: Engine) -> messages.EngineInfo:
     """What the API process needs to know of a loaded engine."""
     config, model = engine.config, engine.model_config
-    assert config.num_pages is not None
-    assert config.context_length is not None
-    assert config.max_running_requests is not None
-    return EngineInfo(
+    return messages.EngineInfo(
         model=config.model,
         dtype=config.dtype,
         device=config.device,

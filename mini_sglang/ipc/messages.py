@@ -124,8 +124,9 @@ class Fatal(msgspec.Struct, tag=True):
     is_setting: bool = False
 
 
+Reply = Pong | Stats | CacheFlushed | Trace  # to a call
 ToEngine = AddRequest | AbortRequest | Ping | GetStats | FlushCache | StartTrace | StopTrace | Shutdown
-FromEngine = Ready | Outputs | RequestRejected | Pong | Stats | CacheFlushed | Trace | Fatal
+FromEngine = Ready | Outputs | RequestRejected | Reply | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

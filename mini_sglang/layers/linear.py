@@ -1,6 +1,6 @@
-"""Linear layers: one matrix product over weights that may arrive as several checkpoint tensors.
+"""Linear layers: one matmul over weights that may arrive as several checkpoint tensors.
 
-q, k and v (and the MLP's gate and up) are stacked into one matrix, so that a step reads them in one product. Each part
+q, k and v (and the MLP's gate and up) are stacked into one matrix, so that a step reads them in one matmul. Each part
 knows its rows; when the last part has arrived the kernels lay the matrix out for the device. A layer is told once, when
 the model is built, which norms stand around it and which weight is read behind its own: kernels may fuse them. Each
 rank loads its shards of the parts alone.
@@ -23,10 +23,10 @@ class Linear:
     """y = x W^T + bias, W [out, in] stacked from `parts`: part name -> its output rows, in order.
 
     Sizes that are numbers are whole on every rank. A column-parallel layer has shards for parts: each rank computes
-    some outputs. A row-parallel one has a shard of inputs and is `summed`: `add_to` adds the ranks' products up.
+    some outputs. A row-parallel one has a shard of inputs and is `summed`: `add_to` sums over the ranks.
 
     `norms.before` is applied to what the layer reads, `norms.after` to its output, and `norms.following` reads the sum
-    that `add_to` makes. A kernel with time to spare fetches the weight of `prefetched`, the layer that comes next.
+    that `add_to` makes. A kernel may prefetch the weight of `prefetched`, the layer that comes next.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class Linear:
         self._laid_out: Matrix | None = None
 
     def __call__(self, residual: Residual, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product of x [rows, in], normalised first if the layer has a norm before it -> [rows, out]
+        """x [rows, in], normalised first if the layer has a norm before it -> [rows, out]
 
         In `out` (contiguous) where that is given.
         """
         return self._matrix.matmul(*self._input(residual), out)
 
     def gated(self, residual: Residual) -> torch.Tensor:
-        """silu(first half) * second half of the product of x [rows, in], normalised likewise -> [rows, out / 2]"""
+        """x [rows, in], normalised likewise -> silu(first half) * second half of the output [rows, out / 2]"""
         prefetch = None if self._prefetched is None else self._prefetched._matrix.weight
         return self._matrix.gated(*self._input(residual), prefetch)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Residual:
-        """residual [rows, out] + the product of x [rows, in] -> [rows, out]; may overwrite `residual`
+        """residual [rows, out] + the output for x [rows, in] -> [rows, out]; may overwrite `residual`
 
-        If `summed`, the product of all ranks' x, whose sum the residual is added to; the first rank adds the bias.
+        If `summed`, outputs are summed over the ranks before the residual is added; the first rank adds the bias.
         """
         parallel, norm, following = self._placement.parallel, self._norms.after, self._norms.following
         if norm is not None:

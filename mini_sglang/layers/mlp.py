@@ -11,7 +11,7 @@ from mini_sglang.weights.tensor import WeightSlot
 
 
 class GatedMLP:
-    """x + down(silu(gate(x')) * up(x')), x' normalised as `norms` say; gate and up are stacked into one product."""
+    """x + down(silu(gate(x')) * up(x')), x' normalised as `norms` say; gate and up are stacked into one matmul."""
 
     def __init__(self, config: ModelConfig, placement: Placement, layer: int, norms: BlockNorms) -> None:
         size = placement.parallel.shard(config.intermediate_size)

@@ -1,6 +1,6 @@
 """A mixture of experts: a router chooses a few MLPs for each token, and their outputs are summed by its weights.
 
-This layer routes and holds the weights; how tokens come together by expert is the business of the kernels' `Experts`.
+This layer routes and holds the weights; grouping tokens by expert is left to the kernels' `Experts`.
 Every token reaches all experts chosen for it: there is no capacity, so none is dropped.
 """
 
@@ -32,7 +32,7 @@ class MixtureOfExperts:
         self._hidden, self._inner = whole(hidden), placement.parallel.shard(config.experts.intermediate_size)
         size = self._inner.size  # each rank holds a part of every expert
         self._router = Linear(hidden, {"gate": number}, placement)
-        # gate above up, as in GatedMLP; memory that a tensor has not filled yet is not touched
+        # gate above up, as in GatedMLP; memory that no tensor has filled is not touched
         self._gate_up = torch.empty(number, 2 * size, hidden, dtype=placement.dtype, device=placement.device)
         self._down = torch.empty(number, hidden, size, dtype=placement.dtype, device=placement.device)
         self._experts = placement.kernels.experts(self._gate_up, self._down)

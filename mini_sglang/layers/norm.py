@@ -1,8 +1,7 @@
 """Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467), and where a block has its norms.
 
-y = x / rms(x) * weight over the last dimension, in float32. A norm is computed by whichever kernel does so at the
-least cost: on its own, in the product that reads y, or with the sum that x is. So the layers around it are told of it
-once, when the model is built.
+y = x / rms(x) * weight over the last dimension, in float32. A norm is computed on its own, in the matmul that reads y,
+or with the sum that x is, whichever costs least. So the layers around it are told of it once, when the model is built.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class BlockNorms:
 
     before: RMSNorm | None = None
     after: RMSNorm | None = None
-    following: RMSNorm | None = None  # reads the sum next; None: nobody does, or not at once
+    following: RMSNorm | None = None  # reads the sum next; None: no norm does
 
 
 NO_NORMS = BlockNorms()

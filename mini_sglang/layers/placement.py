@@ -12,7 +12,7 @@ from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel
 
 @dataclass(frozen=True)
 class Placement:
-    """Device and dtype of weights and activations, and the kernels for what lies between matrix products.
+    """Device and dtype of weights and activations, and the kernels for what lies between matmuls.
 
     `packed` keeps 4-bit blocks packed for steps of few rows. `parallel` says which part of the model this rank holds.
     """

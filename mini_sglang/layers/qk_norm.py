@@ -1,7 +1,7 @@
 """Norms of q and k over all heads of a token, as in OLMo 2, whichever ranks hold the heads.
 
-Every rank gathers the heads of all, normalises the whole as one rank would, and keeps its own: the bits are those of
-one rank. Knows no model.
+Every rank gathers all heads, normalises them as one rank would, and keeps its own, so that the result is bitwise that
+of one rank. Knows no model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WholeNorms:
                 span = torch.arange((shard.stop - shard.start) * config.head_dim) + first + at
                 begin = (start + shard.start) * config.head_dim
                 self._columns[begin : begin + len(span)] = span
-        # of the whole; heads that fill up may hold anything, since no output reads them
+        # padding heads may hold anything, since no output reads them
         own = [torch.arange(shard.start, shard.start + shard.size).clamp(max=shard.full - 1) for shard in (q, k)]
         self._own = torch.cat((own[0], q.full + own[1])).to(placement.device)
         self._columns = self._columns.to(placement.device)

@@ -1,7 +1,7 @@
 """What each family of models does differently from Llama: one entry each. A new architecture adds a line here.
 
-Sizes and switches are a matter of the config, and whoever computes them keeps to them: attention backends to a sliding
-window, rotary tables to layers that do not rotate, linear layers to biases.
+Sizes and switches come from the config and are honoured where they apply: a sliding window in the attention backends,
+layers without rotation in the rotary tables, biases in the linear layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral": Architecture(),
     # Mistral with a mixture of experts in every layer (Jiang et al., arXiv 2401.04088)
     "mixtral": Architecture(mlp=MixtureOfExperts),
-    # norms of what attention and MLP put out, not of what they take in; and of q and k (arXiv 2501.00656)
+    # norms after attention and MLP, not before them, and norms of q and k (arXiv 2501.00656)
     "olmo2": Architecture(
         attention=partial(Attention, qk_norm="whole"),
         post_norm=True,

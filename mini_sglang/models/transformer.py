@@ -61,7 +61,7 @@ class Transformer:
         return self.logits(self.hidden(step), out)
 
     def hidden(self, step: ForwardBatch) -> torch.Tensor:
-        """-> what the blocks make of the tokens in `step.logit_rows` [S, hidden_size]"""
+        """-> hidden states after the last block, of the tokens in `step.logit_rows` [S, hidden_size]"""
         residual = Residual(self._embedding(step.input_ids))
         for block in self._blocks:
             residual = block(residual, step)

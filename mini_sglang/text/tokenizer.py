@@ -2,8 +2,8 @@
 
 Built on transformers and tokenizers; what is added here is where a tokenizer comes from, errors that name the caller's
 field, and the true bytes of a token. Marker text of special tokens in a prompt or a message ("<|im_end|>") becomes the
-token it names, as in transformers, so that prompts equal the reference library's; who lets strangers fill in parts of a
-prompt and minds this must strip such text first.
+token it names, as in transformers, so that prompts equal the reference library's; a caller who lets strangers fill in
+parts of a prompt, and minds this, must strip such text first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included. The model's own number may be larger (padding)."""
+        """The number of tokens, added ones included. The model's own number may be larger (padding)."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @functools.cached_property
@@ -58,7 +58,7 @@ class Tokenizer:
         return longest * (1 if self.backend.normalizer is None else 4)
 
     def min_tokens(self, num_bytes: int) -> int:
-        """How many tokens a text of so many UTF-8 bytes has at least, known without tokenising it."""
+        """The least number of tokens that a text of `num_bytes` bytes of UTF-8 can have, without tokenising it."""
         return -(-num_bytes // self._bytes_per_token)
 
     @property
@@ -87,7 +87,7 @@ class Tokenizer:
         Raises FieldError for half of a surrogate pair, which no tokenizer can encode.
         """
         _refuse_surrogates("text", text)
-        # the batch call lets other threads run meanwhile, and skips the offsets that nobody needs
+        # the batch call lets other threads run meanwhile, and skips the offsets, which are not needed
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids

@@ -141,7 +141,7 @@ def test_an_error_of_rank_0_in_a_step_ends_all(
     monkeypatch.setattr(engine.executor._runner, "run", fail)
     assert run_until_it_fails(engine)[0] == "rank 0 failed: ZeroDivisionError: for once"
     with pytest.raises(RankError, match="rank 0 failed"):
-        engine.check_ranks()
+        engine.check_workers()
 
 
 def test_a_rank_without_memory_for_its_weights(

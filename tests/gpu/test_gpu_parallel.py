@@ -27,7 +27,7 @@ print("ready", flush=True)
 """
 IDLE = """
 while True:
-    engine.check_ranks()
+    engine.check_workers()
     time.sleep(0.1)
 """
 BUSY = """
@@ -39,7 +39,7 @@ while True:
 CAUGHT = """
 try:
     while True:
-        engine.check_ranks()
+        engine.check_workers()
         time.sleep(0.1)
 except RuntimeError as error:
     engine.close()

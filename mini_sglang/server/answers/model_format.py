@@ -113,8 +113,10 @@ class AnswerPlan:
 
         Raises FieldError if that cannot be had.
         """
-        texts = self._notation.markers if self._notation is not None else ()
-        ids = map(self.dialect.tokenizer.special_token_id, (*texts, *(self.dialect.thought or ())))
+        texts = list(self._notation.markers) if self._notation is not None else []
+        if self.dialect.thought is not None:
+            texts += (self.dialect.thought.opening, self.dialect.thought.closing)
+        ids = map(self.dialect.tokenizer.special_token_id, texts)
         params = msgspec.structs.replace(params, shown_special_ids=[i for i in ids if i is not None])
         if self.body.offered_tools and params.grammar_field is not None:
             raise FieldError(

@@ -8,13 +8,14 @@ markers there are, and whether the prompt has opened the thought already.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from mini_sglang.server.answers.deltas import Content, Piece, Reasoning
 from mini_sglang.text.detokenizer import partial_match
 
 
-class Markers(NamedTuple):
+@dataclass(frozen=True)
+class Markers:
     """What a model writes around its thoughts."""
 
     opening: str
