@@ -46,7 +46,9 @@ class EngineConfig:
     max_prefill_tokens: int | None = _option(
         None, "token budget of one step, decodes included; none: 512 on CPU, 8192 on GPU"
     )
-    schedule: Literal["fcfs", "lpm", "priority"] = _option("fcfs", "order of waiting requests; lpm: longest cached prefix first")
+    schedule: Literal["fcfs", "lpm", "priority"] = _option(
+        "fcfs", "order of waiting requests; lpm: longest cached prefix first"
+    )
     run_ahead: int | None = _option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
     attention_backend: str = _option("auto", "cpu, triton, reference, flashinfer or flash_attn; PREFILL,DECODE for two")
