@@ -79,7 +79,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    reasoning_tokens: int = 0  # of completion_tokens; known to who reads thoughts
+    reasoning_tokens: int = 0  # of completion_tokens; only the server counts them
 
     @property
     def total_tokens(self) -> int:

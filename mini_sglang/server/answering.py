@@ -1,7 +1,7 @@
 """Answers a job over HTTP: walks its outputs through an API's format, into one JSON value or a stream of events.
 
-An `EventStream` sends its first event together with the status, so that whatever fails before it still gets a proper
-error answer; what fails later becomes the stream's last events. When the client leaves, its job ends. Knows no API.
+An `EventStream` sends its first event together with the status, so that an error before it still gets an error status;
+a later error becomes the stream's last events. When the client leaves, its job ends. Knows no API.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, str
 
 
 async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]:
-    """Run a job to its end; the last output of each choice, which holds the whole answer."""
+    """Run a job to its end; returns the last output of each choice, which holds the whole answer."""
     last: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(run_job(context, job)) as outputs:
         async for choice, output in outputs:
@@ -47,7 +47,7 @@ async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]
 
 
 async def _events(context: ServerContext, job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes, None]:
-    """Run a job; the events of its stream. Those with many log-probabilities take long: they are made in a thread."""
+    """Run a job and yield the events of its stream. Events with many log-probabilities are made in a thread."""
     last: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(run_job(context, job)) as outputs:
         async for choice, output in outputs:

@@ -1,4 +1,4 @@
-"""What an API's format is: it writes the answer to one job, made from engine outputs, whole or as server-sent events.
+"""The protocol of formats: a format writes the answer to one job in the way of its API, whole or as server-sent events.
 
 Each API has one in its folder; `answering.py` walks a job's outputs through it. Knows no API, no engine and no HTTP.
 """
