@@ -57,14 +57,11 @@ async def _events(context: ServerContext, job: Job, answer_format: AnswerFormat)
                 for data in answer_format.opening(choice, output):
                     yield data
             num_logprobs = job.num_logprobs(choice, output.num_new_tokens, with_prompt=is_first)
-            for data in await off_loop(num_logprobs, functools.partial(_delta, answer_format, choice, output)):
+            delta = answer_format.delta(choice, output)
+            for data in await off_loop(num_logprobs, functools.partial(list, delta)):
                 yield data
     for data in answer_format.closing([last[choice] for choice in range(job.num_choices)]):
         yield data
-
-
-def _delta(answer_format: AnswerFormat, choice: int, output: RequestOutput) -> list[bytes]:
-    return list(answer_format.delta(choice, output))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -147,7 +147,7 @@ def test_an_answer_with_many_log_probabilities_is_written(
 def test_an_event_with_many_log_probabilities_is_written(
     client: TestClient, halts: Halts, route: str, body: Json, owner: object
 ) -> None:
-    calls = halts(owner, "delta")
+    calls = halts(owner, "_choice")
     assert client.post(route, json={**body, "stream": True}).status_code == 200
     first, *others = calls  # the first has those of the prompt
     assert not first

@@ -5,7 +5,7 @@ Each API has one in its folder; `answering.py` walks a job's outputs through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -30,8 +30,8 @@ class AnswerFormat(Protocol):
         """The events that begin a choice, before those of its first output."""
         return ()
 
-    def delta(self, choice: int, output: RequestOutput) -> Iterable[bytes]:
-        """The events of what `output` added to a choice."""
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
+        """The events of what `output` added to a choice. The work is done as the events are iterated."""
         ...
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterable[bytes]:
