@@ -138,7 +138,7 @@ class ServerConfig:
         "auto", "notation of the model's tool calls; auto: the chat template's; none: tools are refused"
     )
     reasoning_parser: Literal["auto", "none", "think", "qwen3", "deepseek_r1", "mistral"] = _option(
-        "auto", "markers of the model's thoughts; auto: the chat template's; none: they stay in the answer"
+        "auto", "markers of the model's reasoning; auto: the chat template's; none: it stays in the answer"
     )
     ssl_certfile: str | None = _option(None, "certificate chain (PEM) to serve HTTPS with")
     ssl_keyfile: str | None = _option(None, "its private key (PEM); none: in ssl_certfile too")

@@ -1,4 +1,4 @@
-"""What a caller may ask of an answer: how tokens are chosen, what it has to look like, when it ends.
+"""Sampling parameters: how tokens are chosen, which form the answer must have, when it ends.
 
 Plain data, checked by itself: no torch, no text, no request. A msgspec struct, so that it crosses the process boundary
 as it is.
@@ -29,8 +29,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence and frequency penalties, `min_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, and draws with a random
     number that depends on (`seed`, position) alone. `temperature=0` is greedy.
 
-    At most one of `response_format`, `regex`, `ebnf`, `choice` and `tool_grammar` says what an answer must look like;
-    tokens that do not fit are then not drawn, and the answer ends where its grammar does.
+    At most one of `response_format`, `regex`, `ebnf`, `choice` and `tool_grammar` gives the form of the answer; tokens
+    that do not fit are then not drawn, and the answer ends where its grammar does.
 
     `validate()` raises FieldError for the first field that is wrong.
     """
@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def grammar_field(self) -> str | None:
-        """The field that says what the answer must look like, if one does."""
+        """The field that gives the form of the answer, if one does."""
         for name in _GRAMMAR_FIELDS:
             if getattr(self, name) is not None and (name != "response_format" or self.response_format != _PLAIN_TEXT):
                 return name

@@ -1,7 +1,7 @@
 """Answers a job over HTTP: walks its outputs through an API's format, into one JSON value or a stream of events.
 
-An `EventStream` sends its first event together with the status, so that whatever fails before it still gets a proper
-error answer; what fails later becomes the stream's last events. When the client leaves, its job ends. Knows no API.
+An `EventStream` sends its first event together with the status, so that an error before it still gets an error status;
+a later error becomes the stream's last events. When the client leaves, its job ends. Knows no API.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, str
 
 
 async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]:
-    """Run a job to its end; the last output of each choice, which holds the whole answer."""
+    """Run a job to its end; returns the last output of each choice, which holds the whole answer."""
     last: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(run_job(context, job)) as outputs:
         async for choice, output in outputs:
@@ -47,7 +47,7 @@ async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]
 
 
 async def _events(context: ServerContext, job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes, None]:
-    """Run a job; the events of its stream. Those with many log-probabilities take long: they are made in a thread."""
+    """Run a job and yield the events of its stream. Events with many log-probabilities are made in a thread."""
     last: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(run_job(context, job)) as outputs:
         async for choice, output in outputs:
@@ -57,14 +57,11 @@ async def _events(context: ServerContext, job: Job, answer_format: AnswerFormat)
                 for data in answer_format.opening(choice, output):
                     yield data
             num_logprobs = job.num_logprobs(choice, output.num_new_tokens, with_prompt=is_first)
-            for data in await off_loop(num_logprobs, functools.partial(_delta, answer_format, choice, output)):
+            delta = answer_format.delta(choice, output)
+            for data in await off_loop(num_logprobs, functools.partial(list, delta)):
                 yield data
     for data in answer_format.closing([last[choice] for choice in range(job.num_choices)]):
         yield data
-
-
-def _delta(answer_format: AnswerFormat, choice: int, output: RequestOutput) -> list[bytes]:
-    return list(answer_format.delta(choice, output))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,4 +1,4 @@
-"""create_app: an engine, a tokenizer and settings become an ASGI application. Everything it needs is handed in."""
+"""create_app makes an ASGI application of an engine, a tokenizer and settings, which the caller hands in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mini_sglang.server.errors import ApiError, install_error_handlers
 from mini_sglang.server.native import routes as native_routes
 from mini_sglang.server.openai import routes as openai_routes
 from mini_sglang.server.openapi import describe
-from mini_sglang.server.pacing import OneByOne
+from mini_sglang.server.pacing import PacingMiddleware
 from mini_sglang.server.request_log import RequestLog
 from mini_sglang.server.responses import routes as responses_routes
 from mini_sglang.server.sglang import routes as sglang_routes
@@ -29,7 +29,7 @@ description_router = APIRouter(include_in_schema=False)
 
 
 def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The server around `engine`. The app does not own the engine: who made it closes it."""
+    """The server around `engine`, which the caller made and closes."""
     # The framework's own routes for the API's description would be outside the API key, and load scripts from abroad.
     app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None)
     context = app.state.context = ServerContext(engine, tokenizer, config)
@@ -51,7 +51,7 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
             expose_headers=("x-request-id", "retry-after"),
         )
     app.add_middleware(RequestLog, access=config.access_log, contents=config.log_contents)
-    app.add_middleware(OneByOne, turnstile=context.turnstile)
+    app.add_middleware(PacingMiddleware, pacer=context.pacer)
     return app
 
 
@@ -68,7 +68,7 @@ async def _require_api_key(
 ) -> None:
     """Refuse a request without one of the server's keys, before its body is read."""
     given = (bearer.credentials if bearer is not None else header or "").strip().encode("latin-1")
-    # each key is compared, whichever fits, and in constant time: how long it takes tells nothing about them
+    # every key is compared, and in constant time, so that the time taken tells nothing about them
     fits = [hmac.compare_digest(given, key.encode()) for key in context_of(request).config.api_key]
     if not any(fits):
         message = "this server needs an API key: send the header Authorization: Bearer KEY"

@@ -1,5 +1,5 @@
-"""What the bodies of all APIs are made of: strict types, the fields of every job, messages, tools, the chat template's
-arguments. Each API's own bodies are in its folder; `SamplingParams.validate` knows the ranges.
+"""The parts that the bodies of several APIs share: strict types, the fields of every job, messages, tools and the
+arguments of the chat template. Each API's bodies are in its folder; `SamplingParams.validate` checks ranges.
 
 Types are strict ("5" is no integer, true is no number) and null means "not given". A field that an API has and this
 server does not is accepted only with the value that switches it off; every other name is refused by the reader.
@@ -106,7 +106,7 @@ class Body(BaseModel):
 
 
 class JobBody(Body):
-    """What every route that generates takes beside the sampling parameters."""
+    """The fields of every route that generates, without the sampling parameters."""
 
     stream: bool | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)  # smaller runs first under `--schedule priority`
@@ -125,12 +125,12 @@ class JobBody(Body):
 
     @property
     def is_only_echo(self) -> bool:
-        """Whether nothing but the prompt is asked for: one token is generated and left out."""
+        """Whether only the prompt is asked for: one token is generated and left out."""
         return False
 
     @abstractmethod
     def sampling_fields(self) -> Json:
-        """The body's fields of SamplingParams; those that are None are not asked for. Raises FieldError."""
+        """The fields of SamplingParams that the body asks for; None: not given. Raises FieldError."""
 
 
 class SamplingBody(JobBody):
@@ -153,7 +153,7 @@ class SamplingBody(JobBody):
     skip_special_tokens: bool | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
-    # What the answer must look like: one of these, or response_format where there is one.
+    # The form of the answer: one of these, or response_format in the bodies that have it.
     regex: GrammarText | None = None
     ebnf: GrammarText | None = None
     choice: GrammarChoices | None = None
@@ -174,7 +174,7 @@ def schema_format(schema: Json | str, field: str, expected: str) -> Json:
 
 class CalledFunction(Body):
     name: str
-    arguments: str | Json = ""  # JSON text, or what it says
+    arguments: str | Json = ""  # JSON text, or the object itself
 
     def for_template(self) -> Json:
         """As chat templates expect it: with the arguments as an object, unless they are none."""
@@ -202,8 +202,8 @@ class Message(Body):
     name: str | None = None
     tool_calls: Annotated[list[MessageCall], FAIL_FAST, at_most(MAX_TOOLS)] | None = None  # of the assistant
     tool_call_id: str | None = None  # the call that a tool answers
-    reasoning_content: str | None = None  # the assistant's thought; templates decide whether the model sees it again
-    reasoning: str | None = None  # another name of it
+    reasoning_content: str | None = None  # the assistant's; templates decide whether the model sees it again
+    reasoning: str | None = None  # another name of reasoning_content
     # Clients send an earlier answer back with all its fields, those that held nothing included.
     refusal: Off = None
     audio: Off = None
@@ -226,8 +226,8 @@ class Message(Body):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
-        if thought := self.reasoning_content or self.reasoning:
-            message["reasoning_content"] = thought
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": call.id or "", "type": "function", "function": call.function.for_template()}
@@ -346,12 +346,12 @@ class TemplateBody(Body):
 
     @property
     def named_tool(self) -> str | None:
-        """The one function that must be called, if there is such a one."""
+        """The one function that must be called, if the body names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the prompt tells the model of."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -361,7 +361,7 @@ class TemplateBody(Body):
 
     @property
     def template_arguments(self) -> dict[str, JsonValue]:
-        """What the template gets besides the messages and tools."""
+        """The template's arguments besides messages and tools."""
         arguments: dict[str, JsonValue] = {}
         if self.reasoning_effort is not None:
             arguments["reasoning_effort"] = self.reasoning_effort
@@ -371,7 +371,7 @@ class TemplateBody(Body):
 
 
 class ConversationBody(SamplingBody):
-    """The body of a chat API, as the chat that it means."""
+    """The body of a chat API, which turns itself into messages and the template's arguments."""
 
     @abstractmethod
     def chat_messages(self) -> list[Message]:

@@ -1,6 +1,6 @@
-"""uvicorn's HTTP/1.1 protocol with a bound on what it holds of a request besides the body: request line and headers.
+"""uvicorn's HTTP/1.1 protocol with a limit on the size of request line and headers.
 
-The parser has none, and would collect headers without end. Knows nothing of what is served.
+The parser has no limit and would collect headers without end. Knows nothing of the app.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ MAX_HEAD_BYTES = 1 << 16
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Answers 400 and closes the connection when more than MAX_HEAD_BYTES come that are no body."""
+    """Answers 400 and closes the connection when request line and headers exceed MAX_HEAD_BYTES."""
 
-    _head_bytes = 0  # received since a piece of a body, or a request, was complete
+    _head_bytes = 0  # received since the last part of a body, or since the last request ended
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)

@@ -1,4 +1,4 @@
-"""What the routes of one server share: the engine, the tokenizer, the settings and the metrics."""
+"""The context that the routes of one server share: the engine, the tokenizer, the settings and the metrics."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
-from mini_sglang.server.answers.model_format import Dialect
+from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.metrics import ServerMetrics
-from mini_sglang.server.pacing import Turnstile
+from mini_sglang.server.pacing import RequestPacer
 from mini_sglang.text.tokenizer import Tokenizer
 
 
 class ServingEngine(Protocol):
-    """The part of AsyncEngine that a server needs; its docstrings say what each does."""
+    """The part of AsyncEngine that a server needs; see the docstrings there."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -59,13 +59,13 @@ class ServingEngine(Protocol):
 
 @dataclass(frozen=True)
 class ServerContext:
-    """One server."""
+    """The state of one server."""
 
     engine: ServingEngine
     tokenizer: Tokenizer
     config: ServerConfig
-    jobs: dict[str, list[str]] = field(default_factory=dict)  # under way: the engine's request ids by the job's id
-    turnstile: Turnstile = field(default_factory=Turnstile)
+    jobs: dict[str, list[str]] = field(default_factory=dict)  # running jobs: the engine's request ids by the job's id
+    pacer: RequestPacer = field(default_factory=RequestPacer)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waits: set[asyncio.Timeout] = field(default_factory=set)  # for the rest of a body
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
@@ -75,9 +75,9 @@ class ServerContext:
         return ServerMetrics(self.model_name)
 
     @functools.cached_property
-    def dialect(self) -> Dialect:
-        """How the model writes thoughts and tool calls."""
-        return Dialect.of(self.tokenizer, self.config)
+    def model_format(self) -> ModelFormat:
+        """How the model writes reasoning and tool calls."""
+        return ModelFormat.of(self.tokenizer, self.config)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class ServerContext:
         return self.model_names[0]
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; leaving it out is fine, there is only one model. Raises a 404 for other names."""
+        """The name to answer with: `name`, or the first one if it is None. Raises ApiError 404 for other names."""
         if name is None:
             return self.model_name
         if name not in self.model_names:
@@ -101,7 +101,7 @@ class ServerContext:
 
     @contextlib.asynccontextmanager
     async def unless_stopping(self) -> AsyncGenerator[None, None]:
-        """Wait for a client in this block; when the server stops, the wait ends with ApiError 503."""
+        """A block that waits for a client; when the server stops, the wait ends with ApiError 503."""
         try:
             async with asyncio.timeout(0 if self.stopping.is_set() else None) as wait:
                 self.waits.add(wait)
@@ -113,7 +113,7 @@ class ServerContext:
             raise ApiError(503, "the server is stopping", code="stopping") from None
 
     def stop(self) -> None:
-        """The server stops: no longer wait for what clients have not sent yet."""
+        """End the waits for clients, since the server stops."""
         self.stopping.set()
         for wait in self.waits:
             wait.reschedule(0)

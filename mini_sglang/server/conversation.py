@@ -1,6 +1,6 @@
-"""From the body of a chat API to a job: the conversation becomes messages, and these become a prompt's tokens.
+"""From the body of a chat API to a job: the conversation becomes messages, and the messages a prompt's tokens.
 
-Chats, /v1/responses and /v1/messages all go through here. Knows the bodies by what they have in common.
+/v1/chat/completions, /v1/responses and /v1/messages all come through here. Knows no body of any of them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from fastapi import Request
 
 from mini_sglang.errors import FieldError
-from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.answers.model_format import AnswerRules
 from mini_sglang.server.bodies import ConversationBody, Message, TemplateBody
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.generation import (
@@ -24,27 +24,27 @@ from mini_sglang.server.request_body import client_errors, work_on_body
 _MESSAGE_CHARACTERS = 64  # rendering a message takes as long as tokenising this many characters
 
 
-async def make_chat_job(request: Request, job_id: str, body: ConversationBody) -> tuple[Job, AnswerPlan]:
-    """The work for a conversation, and what its answers may consist of. Raises ApiError 400."""
+async def make_chat_job(request: Request, job_id: str, body: ConversationBody) -> tuple[Job, AnswerRules]:
+    """The job that answers a conversation, and the rules for its answers. Raises ApiError 400."""
     context = context_of(request)
     with client_errors(body.field_names):
         params, messages, template = await work_on_body(
             request, lambda: (to_sampling_params(body.sampling_fields()), body.chat_messages(), body.template())
         )
         prompt_ids = await encode_messages(context, messages, template)
-        plan = context.dialect.plan(template, messages, prompt_ids)
-        return make_job(context, job_id, [prompt_ids], plan.constrain(params), body), plan
+        rules = context.model_format.rules(template, messages, prompt_ids)
+        return make_job(context, job_id, [prompt_ids], rules.constrain(params), body), rules
 
 
 async def encode_messages(context: ServerContext, messages: list[Message], template: TemplateBody) -> list[int]:
     """Token ids of a conversation with tools, as the chat template writes it. Raises FieldError if it refuses."""
 
     def encode() -> list[int]:
-        # of earlier answers, templates may leave out thoughts
+        # earlier answers do not count, since templates may leave out their reasoning
         texts = [message.content or "" for message in messages if message.role != "assistant"]
         texts += [str(tool.for_template()) for tool in template.offered_tools]
         check_text_length(context, "messages", texts, at_least=len(messages))
-        return context.dialect.render(messages, template)
+        return context.model_format.render(messages, template)
 
     size = len(messages) * _MESSAGE_CHARACTERS
     try:

@@ -1,4 +1,4 @@
-"""Every failure of a request as one JSON shape: {"error": {"message", "type", "param", "code"}}.
+"""The one JSON shape of every failure of a request: {"error": {"message", "type", "param", "code"}}.
 
 Handlers turn the framework's own errors (no such route, wrong method) into the same shape. Knows no route and no engine
 beyond the errors that it raises.
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
 
 class ClientDisconnected(Exception):
-    """The client went away; there is nobody to answer."""
+    """The client closed the connection and waits for no answer."""
 
 
 def invalid(
@@ -64,7 +64,7 @@ def invalid(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to any exception that a request can meet. What is not foreseen is logged and a 500."""
+    """The error that answers an exception. One that was not foreseen is logged and becomes a 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, FieldError):
@@ -82,7 +82,7 @@ def _internal(error: Exception) -> ApiError:
 
 
 def error_response(error: ApiError, body: object = None) -> Response:
-    """The HTTP answer to an error, with its own body or another one."""
+    """The HTTP answer to an error; `body` replaces the error's own."""
     return Response(
         msgspec.json.encode(error.body() if body is None else body),
         status_code=error.status,
@@ -92,7 +92,7 @@ def error_response(error: ApiError, body: object = None) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every exception of every route in the one shape."""
+    """Answer every exception of every route in that shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
@@ -105,10 +105,10 @@ def install_error_handlers(app: FastAPI) -> None:
         response.headers["x-request-id"] = current_request_id()  # middleware does not see this answer
         return response
 
-    async def nobody(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # logged by the HTTP server, read by nobody
+    async def disconnected(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # for the log: the client does not read it
 
     for kind in (ApiError, FieldError, HTTPException, EngineDeadError):
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(ClientDisconnected, nobody)
+    app.add_exception_handler(ClientDisconnected, disconnected)
     app.add_exception_handler(Exception, unforeseen)

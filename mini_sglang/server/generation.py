@@ -1,6 +1,6 @@
-"""From a checked body to engine outputs: prompts to tokens, admission, one engine request per choice, merged.
+"""From a checked body to engine outputs: prompts become tokens and a job, whose choices are requests of the engine.
 
-Every route that generates goes through here. Knows no HTTP and no answer format.
+Every route that generates comes through here. Knows no HTTP and no format of answers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mini_sglang.server.errors import ApiError, invalid
 Result = TypeVar("Result")
 
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
-INLINE_CHARACTERS = 4096  # text up to here is tokenised faster than a thread is reached
+INLINE_CHARACTERS = 4096  # shorter text is tokenised in less time than a thread takes to start on it
 
 
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request's work: choice i continues prompts[i // n]. The answer's choices have the same numbers."""
+    """The work of one HTTP request. Choice i continues prompts[i // n], and is choice i of the answer."""
 
     id: str
     prompts: list[list[int]]  # token ids
@@ -38,8 +38,8 @@ class Job:
     params: list[SamplingParams]  # one per choice
     cache_salt: str
     priority: int
-    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the body
-    is_only_echo: bool = False  # only the prompts are of interest: what is generated counts as nothing
+    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the body's
+    is_only_echo: bool = False  # only the prompts are asked for: the token that is generated does not count
 
     @property
     def num_choices(self) -> int:
@@ -49,7 +49,7 @@ class Job:
         return self.prompts[choice // self.n]
 
     def num_logprobs(self, choice: int, num_tokens: int, with_prompt: bool = True) -> int:
-        """Log-probabilities, alternatives included, of `num_tokens` tokens of a choice and of its prompt."""
+        """The number of log-probabilities, with alternatives, of `num_tokens` tokens of a choice and of its prompt."""
         params, count = self.params[choice], 0
         if params.logprobs is not None:
             count += num_tokens * (1 + params.logprobs)
@@ -58,7 +58,7 @@ class Job:
         return count
 
     def request_id(self, choice: int) -> str:
-        """The engine's id of a choice: the job's own if there is only one."""
+        """The engine's id of a choice: the job's id if there is only one choice."""
         return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
 
 
@@ -73,7 +73,7 @@ def to_sampling_params(fields: Json) -> SamplingParams:
 
 
 def _parse_logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    """JSON's keys are strings; these must be token ids."""
+    """Turn JSON's keys, which are strings, into token ids. Raises FieldError."""
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise FieldError("logit_bias", f"must map token ids to numbers, got the key {shorten(key, 20)}")
@@ -114,11 +114,11 @@ def make_job(
     params: SamplingParams,
     body: JobBody,
 ) -> Job:
-    """Check parameters and prompts against the engine's limits. Raises FieldError."""
+    """Make a job of prompts and parameters, once they are checked against the engine's limits. Raises FieldError."""
     info, n = context.engine.info, body.num_choices
     params.validate(info.vocab_size)
     for prompt_ids in prompts:
-        check_prompt(prompt_ids, info)
+        _check_prompt(prompt_ids, info)
     choice_params = [
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
         for choice in range(len(prompts) * n)
@@ -135,43 +135,41 @@ def make_job(
     )
 
 
-def check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
+def _check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
     """Raise FieldError, with the count and the limit, for a prompt that the engine can never serve."""
     if not prompt_ids:
         raise FieldError("prompt", "must hold at least one token, got none")
-    _check_length("prompt", f"{len(prompt_ids)}", len(prompt_ids), info)
+    _check_length("prompt", len(prompt_ids), info)
     if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
         bad = next(token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size)
         raise FieldError("prompt", f"token ids must be between 0 and {info.vocab_size - 1}, got {shorten(bad)}")
 
 
-def _check_length(field: str, length: str, num_tokens: int, info: EngineInfo) -> None:
-    """Raise FieldError, which calls `num_tokens` `length`, if a prompt of that many tokens can never be served."""
+def _check_length(field: str, num_tokens: int, info: EngineInfo, qualifier: str = "") -> None:
+    """Raise FieldError if a prompt of `num_tokens` cannot be served; `qualifier` stands before the number."""
     if num_tokens >= info.context_length:
-        problem = f"has {length} tokens, but the context holds {info.context_length} for prompt and answer together"
-        raise FieldError(field, problem)
-    if num_tokens > info.max_prompt_tokens:
-        raise FieldError(
-            field,
-            f"has {length} tokens, but the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most "
-            f"{info.max_prompt_tokens}",
-        )
+        limit = f"the context holds {info.context_length} for prompt and answer together"
+    elif num_tokens > info.max_prompt_tokens:
+        limit = f"the KV pool of {info.kv_pool_tokens} tokens takes prompts of at most {info.max_prompt_tokens}"
+    else:
+        return
+    raise FieldError(field, f"has {qualifier}{num_tokens} tokens, but {limit}")
 
 
 def check_text_length(context: ServerContext, field: str, texts: Sequence[str], at_least: int = 0) -> None:
-    """Refuse what is certainly too long before any time goes into tokenising it. Raises FieldError.
+    """Raise FieldError for text that is certainly too long, before any time goes into tokenising it.
 
-    `texts` are parts of one prompt, which `field` gave and which has `at_least` this many tokens for another reason.
+    `texts` are parts of the prompt that `field` gave, which has `at_least` that many tokens for another reason.
     """
     num_bytes = sum(len(text.encode()) for text in texts)
     info = context.engine.info
     if max(num_bytes, at_least) > info.max_prompt_tokens:  # a token takes at least a byte
         num_tokens = max(context.tokenizer.min_tokens(num_bytes), at_least)
-        _check_length(field, f"at least {num_tokens}", num_tokens, info)
+        _check_length(field, num_tokens, info, qualifier="at least ")
 
 
 def _params_of_choice(params: SamplingParams, choice: int, room: int, vocab_size: int) -> SamplingParams:
-    """Choice i draws with seed + i, from no more tokens than there are, and no more than the context has room for."""
+    """The parameters of choice i: seed + i, top_k within the vocabulary, max_tokens within the context's `room`."""
     seed = params.seed
     if seed is not None:
         seed = (seed + choice + 2**63) % 2**64 - 2**63
@@ -207,12 +205,12 @@ async def encode_prompts(
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
-    """Do work that takes time in proportion to `size` characters; what is long must not hold up other streams."""
+    """Do work that takes time in proportion to `size` characters; in a thread if it is long, so that streams go on."""
     return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Run all choices at once; yields (choice, output) as they come. Leaving the iterator aborts what still runs.
+    """Run all choices at once; yields (choice, output) as outputs come. Leaving the iterator aborts those that run.
 
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
     a choice fails; EngineDeadError if the engine ends.
@@ -230,7 +228,7 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
 
 @contextlib.contextmanager
 def _registered(context: ServerContext, job: Job) -> Iterator[None]:
-    """While a job runs, its engine requests are counted, and found by its id.
+    """Register a running job, so that its engine requests are counted and can be found by its id.
 
     Raises ApiError 400 if the id is taken, 429 if the queue has no room.
     """
@@ -298,7 +296,7 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:
-    """The output of a request for its prompt alone, which ended before anything was generated."""
+    """The output of a request for its prompt alone, without the token that was generated."""
     usage = msgspec.structs.replace(output.usage, completion_tokens=0)
     reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
     return dataclasses.replace(

@@ -1,8 +1,8 @@
 """Prometheus metrics of one server, in a registry of its own, by vLLM's names.
 
-What clients get is counted as requests run, by when the engine's tokens came in, however slowly a client reads. What
-only the engine knows is asked of it at each scrape, so that an idle engine never shows old values. Knows engine
-outputs, no HTTP.
+Tokens and requests are counted as requests run, at the times when the engine's tokens came in, however slowly a client
+reads. The engine's own figures are fetched from it at each scrape, so that an idle engine never shows old values. Knows
+engine outputs, no HTTP.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ServerMetrics:
         self._answer_lengths = histogram("request_generation_tokens", "Tokens generated for a request", _TOKENS)
 
     async def watch(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-        """Pass a request's outputs on and count them. A request that is left before its end counts as aborted."""
+        """Yield a request's outputs and count them. A request whose consumer leaves early counts as aborted."""
         request = _Progress(start=time.perf_counter())
         reason = FinishReason.ABORT
         try:
@@ -129,13 +129,13 @@ class ServerMetrics:
 
 @dataclass(slots=True)
 class _Progress:
-    """What was counted of a request that runs. Times are of time.perf_counter."""
+    """The counts of a running request. Times are of time.perf_counter."""
 
     start: float
     first: float = 0.0  # when its first token came
     latest: float = 0.0
     tokens: int = 0
-    is_counted: bool = False  # its prompt is
+    is_counted: bool = False  # whether its prompt is
 
 
 class _EngineCollector(Collector):

@@ -1,5 +1,5 @@
-"""The API's description, as OpenAPI: what the framework finds out about the routes, completed by the bodies that they
-read themselves, examples, streams and the one shape of errors. Knows routes only from the document.
+"""The API's description, as OpenAPI: the framework's document of the routes, completed by their bodies, examples,
+streams and the one shape of errors. Knows routes only from the document.
 """
 
 from __future__ import annotations

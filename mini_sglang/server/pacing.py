@@ -1,6 +1,6 @@
-"""A bounded number of requests begin, or go on, in each turn of the event loop, so that many at once hold up no stream.
+"""Paces requests: only a few begin or go on in each turn of the event loop, so that many at once delay no stream.
 
-Knows nothing of requests.
+Does not look at the requests.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 REQUESTS_PER_TURN = 4  # to begin a request takes about a millisecond
 
 
-class Turnstile:
-    """Whoever calls `enter` waits for a turn of the event loop in which it is one of the first `per_turn`.
-
-    They come in the order of their calls. Costs nothing while nobody waits.
-    """
+class RequestPacer:
+    """Lets `per_turn` callers of `wait` go on in each turn of the event loop, first come, first served."""
 
     def __init__(self, per_turn: int = REQUESTS_PER_TURN) -> None:
         self._places = asyncio.Semaphore(per_turn)
 
-    async def enter(self) -> None:
+    async def wait(self) -> None:
+        """Wait for a turn with room. Costs nothing while no other caller waits."""
         await self._places.acquire()
         asyncio.get_running_loop().call_soon(self._places.release)
 
 
-class OneByOne:
-    """ASGI middleware: each request enters by the turnstile."""
+class PacingMiddleware:
+    """ASGI middleware: each request waits for its turn before it begins."""
 
-    def __init__(self, app: ASGIApp, turnstile: Turnstile) -> None:
+    def __init__(self, app: ASGIApp, pacer: RequestPacer) -> None:
         self._app = app
-        self._turnstile = turnstile
+        self._pacer = pacer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._turnstile.enter()
+        await self._pacer.wait()
         await self._app(scope, receive, send)

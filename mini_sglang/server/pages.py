@@ -13,9 +13,9 @@ from starlette.staticfiles import StaticFiles
 
 FILES_ROUTE = "/playground"
 _HEADERS = {
-    # nothing but the server itself may be loaded, called or shown, whatever a model writes into the page
+    # whatever a model writes into the page, it loads, calls and shows nothing but this server
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "cache-control": "no-cache",  # an upgraded server's pages are asked for again
+    "cache-control": "no-cache",  # browsers fetch the pages of an upgraded server again
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }

@@ -1,6 +1,6 @@
 """Reads and checks a request's JSON body: size while it arrives, strict JSON, known fields, right types.
 
-Whatever is wrong becomes an ApiError that names the field. Knows the bodies' models only as pydantic models.
+Every mistake becomes an ApiError that names the field. Knows the bodies' models only as pydantic models.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
 SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def takes(*models: type[BaseModel], required: bool = True) -> Json:
-    """`openapi_extra` of a route that reads its body as one of these."""
+def json_body(*models: type[BaseModel], required: bool = True) -> Json:
+    """`openapi_extra` of a route that reads its body as one of these models."""
     schemas = [{"$ref": SCHEMA_REF.format(model=model.__name__)} for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
@@ -45,14 +45,14 @@ async def read_body(request: Request, model: type[Body]) -> Body:
 
 
 async def work_on_body(request: Request, work: Callable[[], Result]) -> Result:
-    """Do work that takes time in proportion to the body: for a large one perhaps a second, in which streams go on."""
+    """Do work that takes time in proportion to the body; for a large one in a thread, so that streams go on."""
     length = request.headers.get("content-length", "")
     is_small = length.isdigit() and int(length) <= _INLINE_BYTES
     return work() if is_small else await asyncio.to_thread(work)
 
 
 async def read_object(request: Request) -> Json:
-    """The request's body as a JSON object whose fields nobody has looked at. Raises what `read_body` does."""
+    """The request's body as a JSON object, with its fields unchecked. Raises what `read_body` does."""
     context = context_of(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -60,7 +60,7 @@ async def read_object(request: Request) -> Json:
         raise ApiError(415, f"content-type must be application/json, got {shorten(media_type)}", param="content-type")
     async with context.unless_stopping():
         data = await _read_bytes(request, context.config.max_body_bytes)
-        await context.turnstile.enter()  # bodies of many requests may have come at once
+        await context.pacer.wait()  # the bodies of many requests may have come at once
     return decode_object(data)
 
 
@@ -86,10 +86,10 @@ def check_body(value: Json, model: type[Body]) -> Body:
 
 @contextlib.contextmanager
 def client_errors(field_names: Mapping[str, str]) -> Iterator[None]:
-    """What is found wrong with a checked body in this block is an ApiError 400 with the client's names of fields."""
+    """Turn FieldError and ValidationError in this block into ApiError 400, with the client's names of fields."""
     try:
         yield
-    except ValidationError as error:  # of what the body is turned into
+    except ValidationError as error:  # the body was being turned into another one
         raise _describe(error, field_names=field_names) from None
     except FieldError as error:
         raise invalid(error, field_names) from None
@@ -123,7 +123,7 @@ def _decode(data: bytes) -> Any:
 
 
 def _explain(data: bytes, reason: str) -> ApiError:
-    """Why strict JSON refused a body. Python's lax parser reads most of those, and so can tell the field."""
+    """The reason why strict JSON refused a body. Python's lax parser reads most such bodies and so finds the field."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _describe(error: ValidationError, value: Any = None, field_names: Mapping[str, str] | None = None) -> ApiError:
-    """The first thing that a model found wrong in `value`, as one sentence that starts with the field's name."""
+    """The first mistake that a model found in `value`, as one sentence that starts with the path of its field."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     loc = first["loc"]
@@ -183,7 +183,7 @@ def _describe(error: ValidationError, value: Any = None, field_names: Mapping[st
 
 
 def _path(loc: Sequence[Any], value: Any) -> Iterator[int | str]:
-    """Those steps of `loc` that can be taken in `value`; others are pydantic's words for the members of a union."""
+    """The steps of `loc` that exist in `value`; the others are pydantic's names for the members of a union."""
     for index, step in enumerate(loc):
         if (isinstance(value, dict) and step in value) or (isinstance(value, list) and isinstance(step, int)):
             value = value[step]
@@ -193,5 +193,5 @@ def _path(loc: Sequence[Any], value: Any) -> Iterator[int | str]:
 
 
 def _cut(name: str, length: int = 80) -> str:
-    """A name that a client made up, cut to a readable length."""
+    """A client's own name of a field, cut to a readable length."""
     return name if len(name) <= length else f"{name[:length]}…"

@@ -1,8 +1,8 @@
 """A request's id and its line in the log.
 
 The id comes from the client's X-Request-Id, or is made here; it is in the answer's X-Request-Id and in every line that
-is logged on the way. What was asked and answered is logged only where that is switched on. Knows no route, and holds
-nothing of a stream back.
+is logged while the request runs. Bodies and answers are logged only if an option asks for it. Knows no route, and
+delays no stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _current_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def current_request_id() -> str:
-    """The id of the request that this code answers; empty outside of one."""
+    """The id of the request that the calling code answers; empty if it answers none."""
     return _current_id.get()
 
 
@@ -42,7 +42,7 @@ class RequestIdFilter(logging.Filter):
 
 class RequestLog:
     """ASGI middleware. With `access` it logs a line for each request when it has been answered: client, method, path,
-    status, seconds. With `contents` it logs each piece of a body besides, both ways.
+    status, seconds. With `contents` it also logs each part of the bodies, both ways.
     """
 
     def __init__(self, app: ASGIApp, *, access: bool = True, contents: bool = False) -> None:

@@ -45,7 +45,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit status. Blocks; must run in the main thread, for the signals.
 
     Raises OSError if the address is taken; ValueError or OSError if the certificate does not fit its key, an API key is
-    missing where one should be, or the model's name leads nowhere.
+    missing where one should be, or there is no model of that name.
     """
     handler = logging.StreamHandler()
     handler.addFilter(RequestIdFilter())
@@ -91,7 +91,7 @@ async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: soc
     context.stop()
     await _any_of(serving, signals.second, timeout=config.shutdown_timeout_s)
     if not serving.done() and not signals.second.done():
-        closing = asyncio.create_task(engine.close(ENGINE_CLOSE_S))  # whoever still waits gets an error to read
+        closing = asyncio.create_task(engine.close(ENGINE_CLOSE_S))  # requests that still run get an error
         await _any_of(serving, signals.second)
         await closing
     if not serving.done():
@@ -124,7 +124,7 @@ class _Signals:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: what a signal means is decided above."""
+    """uvicorn without its own signal handlers, which `_Signals` replaces."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
         self.app = create_app(engine, engine.tokenizer, config)
@@ -150,22 +150,22 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # Full collections halt every stream, with hundreds of them for 40 ms. They pass over what lives as long as the
-        # server, and come after so many new objects as a thousand requests make: few of those are garbage.
+        # Full collections halt every stream, with hundreds of them for 40 ms. So they skip the objects that live as
+        # long as the server, and run once in about a thousand requests.
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], 50)
         print(self._greeting, flush=True)
 
 
 def _check_certificate(config: ServerConfig) -> None:
-    """Find out before a model is loaded whether the files will do. Raises ValueError or OSError."""
+    """Check the certificate's files before a model is loaded. Raises ValueError or OSError."""
     if config.ssl_certfile is None:
         return
     for name in filter(None, (config.ssl_certfile, config.ssl_keyfile)):
         Path(name).open("rb").close()  # an error with the file's name, which ssl leaves out
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")  # ask nobody for a password
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")  # never ask for a password
     except ssl.SSLError as error:
         raise ValueError(
             f"ssl_certfile and ssl_keyfile must be a PEM certificate and its key without a password: {error}"
@@ -185,7 +185,7 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 def _listen(listener: socket.socket, config: ServerConfig) -> None:
-    """As uvicorn does too, but uvloop says nothing if another server that started meanwhile listens at the address."""
+    """Listen before uvicorn does: with uvloop it reports no error if another server has come to listen there."""
     try:
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -193,7 +193,7 @@ def _listen(listener: socket.socket, config: ServerConfig) -> None:
 
 
 def _refused(config: ServerConfig, error: OSError) -> OSError:
-    """What the system says of the address, and which option gives another one."""
+    """The system's error about the address, with the option that sets another one."""
     taken = error.errno in (errno.EADDRINUSE, errno.EACCES)  # the latter for ports below 1024
     advice = "choose another --port (0: a free one)" if taken else "--host must be an address of this machine"
     return OSError(f"cannot listen at {_address(config, config.port)}: {error.strerror or error}; {advice}")

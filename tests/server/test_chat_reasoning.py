@@ -1,4 +1,4 @@
-"""Thoughts through a real server with the stock client, plain and streamed."""
+"""Reasoning through a real server with the stock client, plain and streamed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from mini_sglang.text.tokenizer import Tokenizer
 
-# As Qwen3's: the model thinks unless the prompt holds an empty thought.
+# As Qwen3's: the model thinks unless the prompt holds empty reasoning.
 QWEN3 = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
@@ -25,7 +25,7 @@ QWEN3 = """\
 
 {% endif %}{% endif %}"""
 OPENED = QWEN3 + "{% if add_generation_prompt %}<think>\n{% endif %}"  # as DeepSeek's
-NO_THOUGHTS = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+NO_REASONING = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 QUESTION: Any = [{"role": "user", "content": "What is 2+2?"}]
 
 Start = Callable[..., Callable[..., dict[str, Any]]]
@@ -63,17 +63,17 @@ def start(serve: Callable[..., str], with_template: Callable[[str], Tokenizer]) 
     return start
 
 
-def test_a_thought_and_an_answer(start: Start, write: Any, engine: Any) -> None:
+def test_reasoning_and_an_answer(start: Start, write: Any, engine: Any) -> None:
     write("<think>\nTwo and two make four.\n</think>\n\nIt is 4.")
     said = start(QWEN3)()
     assert said["content"] == "It is 4."
     assert said["reasoning"] == "Two and two make four."
     assert said["reason"] == "stop"
-    thought = engine.tokenizer.encode("<think>\nTwo and two make four.\n</think>")
-    assert abs(said["tokens"] - len(thought)) <= 1
+    reasoning = engine.tokenizer.encode("<think>\nTwo and two make four.\n</think>")
+    assert abs(said["tokens"] - len(reasoning)) <= 1
 
 
-def test_a_prompt_that_has_opened_the_thought(start: Start, write: Any) -> None:
+def test_a_prompt_that_has_opened_the_reasoning(start: Start, write: Any) -> None:
     write("Two and two make four.\n</think>\n\nIt is 4.")
     said = start(OPENED)()
     assert (said["content"], said["reasoning"]) == ("It is 4.", "Two and two make four.")
@@ -91,7 +91,7 @@ def test_without_thinking_the_answer_is_content(start: Start, write: Any) -> Non
 
 
 @pytest.mark.parametrize("template", [QWEN3, OPENED])
-def test_a_thought_that_is_cut_off(start: Start, write: Any, template: str) -> None:
+def test_reasoning_that_is_cut_off(start: Start, write: Any, template: str) -> None:
     write("<think>\nTwo and two make four, and so on.</think>It is 4." if template == QWEN3 else "Two and so on.")
     said = start(template)(max_tokens=8)
     assert said["content"] == ""
@@ -113,7 +113,7 @@ def test_an_answer_that_goes_on_with_a_message(
     assert (said["content"], said["reasoning"]) == (content, reasoning)
 
 
-def test_a_thought_and_then_a_call(serve: Any, with_template: Any, write: Any) -> None:
+def test_reasoning_and_then_a_call(serve: Any, with_template: Any, write: Any) -> None:
     write('<think>I need f.</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>')
     client = openai.OpenAI(base_url=f"{serve(tokenizer=with_template(QWEN3))}/v1", api_key="none", max_retries=0)
     tools: Any = [{"type": "function", "function": {"name": "f"}}]
@@ -127,12 +127,12 @@ def test_a_thought_and_then_a_call(serve: Any, with_template: Any, write: Any) -
 def test_markers_stay_where_there_is_no_parser(start: Start, write: Any) -> None:
     text = "<think>Two.</think>4"
     write(text)
-    for ask in (start(QWEN3, reasoning_parser="none"), start(NO_THOUGHTS)):
+    for ask in (start(QWEN3, reasoning_parser="none"), start(NO_REASONING)):
         assert ask()["content"] == text
-    assert start(NO_THOUGHTS, reasoning_parser="think")()["content"] == "4"
+    assert start(NO_REASONING, reasoning_parser="think")()["content"] == "4"
 
 
-def test_effort_and_thoughts_of_before_reach_the_template(start: Start, engine: Any) -> None:
+def test_effort_and_earlier_reasoning_reach_the_template(start: Start, engine: Any) -> None:
     earlier = {"role": "assistant", "content": "Hm.", "reasoning": "Once.", "reasoning_content": "Once."}
     start(QWEN3)(messages=[*QUESTION, earlier, *QUESTION], reasoning_effort="low")
     prompt = engine.tokenizer.decode(engine.calls[0].prompt_ids)

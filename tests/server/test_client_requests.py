@@ -157,7 +157,7 @@ def test_stop_strings_are_kept_under_either_name(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("name", ["separate_reasoning", "stream_reasoning"])
-def test_thoughts_that_are_not_to_be_told_apart_are_refused(client: TestClient, name: str) -> None:
+def test_reasoning_that_is_not_to_be_told_apart_is_refused(client: TestClient, name: str) -> None:
     response = client.post("/v1/chat/completions", json={"messages": HI, name: False})
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 

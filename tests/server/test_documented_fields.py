@@ -37,7 +37,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 GET_TIME = {"type": "function", "function": FUNCTION}
 STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}
-THOUGHT = {"role": "assistant", "content": "No.", "reasoning": "Hm."}
+REASONING = {"role": "assistant", "content": "No.", "reasoning": "Hm."}
 TEMPLATE = (  # shows all that a template can be given
     "{{ tools }}{{ enable_thinking }}{{ reasoning_effort }}{% for message in messages %}<|im_start|>{{ message.role }}"
     "{{ message.tool_calls }}{{ message.reasoning_content }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -62,10 +62,10 @@ EXAMPLES: dict[str, dict[str, Json]] = {
         "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
         "reasoning_effort": {"reasoning_effort": "low"},
         "reasoning_content": {
-            "messages": [*HI, {**THOUGHT, "reasoning_content": "Ah."}],
-            "with": {"messages": [*HI, THOUGHT]},
+            "messages": [*HI, {**REASONING, "reasoning_content": "Ah."}],
+            "with": {"messages": [*HI, REASONING]},
         },
-        "reasoning": {"messages": [*HI, THOUGHT], "with": {"messages": [*HI, {**THOUGHT, "reasoning": None}]}},
+        "reasoning": {"messages": [*HI, REASONING], "with": {"messages": [*HI, {**REASONING, "reasoning": None}]}},
     },
     "Chat completions and completions": {
         "max_tokens": {"max_tokens": 3},

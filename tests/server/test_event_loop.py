@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from mini_sglang.server.answers.model_format import Dialect
+from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.anthropic.bodies import MessagesBody, PromptBody, TextBlock, Turn
 from mini_sglang.server.bodies import Message
 from mini_sglang.server.native.format import GenerateFormat
@@ -61,7 +61,7 @@ def test_a_long_conversation_is_read(client: TestClient, halts: Halts, route: st
 
 @pytest.mark.parametrize("field", ["content", "name", "reasoning_content", "reasoning", "tool_call_id"])
 def test_a_long_message_becomes_tokens(client: TestClient, halts: Halts, field: str) -> None:
-    calls = halts(Dialect, "render")
+    calls = halts(ModelFormat, "render")
     message = {"role": "assistant", "content": "Hello", field: "word " * 1000}
     client.post("/tokenize", json={"messages": [message]})
     assert calls == [False]
@@ -69,7 +69,7 @@ def test_a_long_message_becomes_tokens(client: TestClient, halts: Halts, field: 
 
 @pytest.mark.parametrize("field", ["name", "arguments", "id"])
 def test_a_long_call_becomes_tokens(client: TestClient, halts: Halts, field: str) -> None:
-    calls = halts(Dialect, "render")
+    calls = halts(ModelFormat, "render")
     call: Json = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     part = call if field == "id" else call["function"]
     part[field] = "word " * 1000
@@ -147,7 +147,7 @@ def test_an_answer_with_many_log_probabilities_is_written(
 def test_an_event_with_many_log_probabilities_is_written(
     client: TestClient, halts: Halts, route: str, body: Json, owner: object
 ) -> None:
-    calls = halts(owner, "delta")
+    calls = halts(owner, "_choice")
     assert client.post(route, json={**body, "stream": True}).status_code == 200
     first, *others = calls  # the first has those of the prompt
     assert not first

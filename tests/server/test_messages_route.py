@@ -125,11 +125,11 @@ def tool_client(make_app: Callable[..., FastAPI], engine: Any) -> TestClient:
     return TestClient(make_app(tool_call_parser="hermes", reasoning_parser="think"))
 
 
-def test_thoughts_and_calls_are_blocks_of_their_own(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_reasoning_and_calls_are_blocks_of_their_own(make_app: Callable[..., FastAPI], engine: Any) -> None:
     client = tool_client(make_app, engine)
     answer = send(client, tools=TOOLS).json()
-    thought, text, call = answer["content"]
-    assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    thinking, text, call = answer["content"]
+    assert thinking == {"type": "thinking", "thinking": "Hm.", "signature": ""}
     assert text == {"type": "text", "text": "Let me see."}
     assert call == {"type": "tool_use", "id": call["id"], "name": "get_time", "input": {"zone": "Lima"}}
     assert answer["stop_reason"] == "tool_use"

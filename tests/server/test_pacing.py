@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from mini_sglang.server.pacing import Turnstile
+from mini_sglang.server.pacing import RequestPacer
 
 
 def test_a_few_enter_in_each_turn_and_in_order() -> None:
     async def scenario() -> None:
-        turnstile = Turnstile(per_turn=3)
+        pacer = RequestPacer(per_turn=3)
         entered: list[int] = []
 
         async def come(number: int) -> None:
-            await turnstile.enter()
+            await pacer.wait()
             entered.append(number)
 
         tasks = [asyncio.create_task(come(number)) for number in range(10)]
@@ -32,16 +32,16 @@ def test_a_few_enter_in_each_turn_and_in_order() -> None:
     asyncio.run(scenario())
 
 
-def test_who_leaves_the_queue_takes_no_place() -> None:
+def test_a_caller_that_leaves_the_queue_takes_no_place() -> None:
     async def scenario() -> None:
-        turnstile = Turnstile(per_turn=1)
-        tasks = [asyncio.create_task(turnstile.enter()) for _ in range(5)]
+        pacer = RequestPacer(per_turn=1)
+        tasks = [asyncio.create_task(pacer.wait()) for _ in range(5)]
         await asyncio.sleep(0)
         for task in tasks[1:4]:
             task.cancel()
         async with asyncio.timeout(5):
             await tasks[4]
-            await turnstile.enter()
+            await pacer.wait()
 
     asyncio.run(scenario())
 

@@ -110,7 +110,7 @@ TOOLS: list[Any] = [{"type": "function", "name": "get_time", "parameters": {"typ
 CALL = '<think>Hm.</think>Let me see.<tool_call>{"name": "get_time", "arguments": {"zone": "Lima"}}</tool_call>'
 
 
-def test_thoughts_and_calls_are_items_of_their_own(serve: Callable[..., str], engine: Any) -> None:
+def test_reasoning_and_calls_are_items_of_their_own(serve: Callable[..., str], engine: Any) -> None:
     engine.tokens = [*engine.tokenizer.encode(CALL), engine.eos]
     url = serve(tool_call_parser="hermes", reasoning_parser="think")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -201,7 +201,7 @@ def test_a_refusal_while_it_runs_names_the_clients_field_too(client: TestClient,
         assert error["message"] == "text.format cannot be followed: too deep"
 
 
-def test_items_of_one_answer_lose_no_thought() -> None:
+def test_items_of_one_answer_lose_no_reasoning() -> None:
     items: list[Json] = [{"type": "reasoning", "summary": [], "content": text} for text in ("First.", "Then.")]
     message = {"role": "assistant", "content": "Yes."}
     body = ResponsesBody.model_validate({"input": [{"role": "user", "content": "Hi"}, *items, message]})

@@ -1,6 +1,6 @@
-"""An answer as a row of blocks, each a thought, a text or a tool call: how /v1/messages and /v1/responses write it.
+"""An answer as a list of blocks, each of reasoning, text or one tool call, as /v1/messages and /v1/responses have it.
 
-Plain values, made from the pieces of the parsers; knows neither API.
+Plain values, made from the deltas of the parsers. Knows neither API.
 """
 
 from __future__ import annotations
@@ -9,35 +9,35 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Piece, Reasoning
+from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta, Reasoning
 
 Change = Literal["opened", "grown", "closed"]
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. `text` is what it has so far; of a call, its arguments as JSON text."""
+    """One block. `text` is its text so far; for a call, its arguments as JSON text."""
 
     index: int
-    kind: Literal["thought", "text", "call"]
+    kind: Literal["reasoning", "text", "call"]
     text: str = ""
     call_id: str = ""
     name: str = ""  # of the function
 
 
 class Blocks:
-    """Puts pieces together to blocks; those of one kind in a row are one, and every call is one of its own."""
+    """Joins deltas to blocks: consecutive deltas of one kind make one block, and every call makes its own."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._is_open = False
 
-    def push(self, pieces: Iterable[Piece]) -> Iterator[tuple[Change, Block, str]]:
-        """What each piece does: (change, the block, the text that is new)."""
-        for piece in pieces:
-            match piece:
+    def push(self, deltas: Iterable[Delta]) -> Iterator[tuple[Change, Block, str]]:
+        """Yield what each delta changes: (change, block, new text)."""
+        for delta in deltas:
+            match delta:
                 case Reasoning(text):
-                    yield from self._grow("thought", text)
+                    yield from self._grow("reasoning", text)
                 case Content(text):
                     yield from self._grow("text", text)
                 case CallOpening(_, call_id, name):
@@ -46,12 +46,12 @@ class Blocks:
                     yield from self._grow("call", text)
 
     def close(self) -> Iterator[tuple[Change, Block, str]]:
-        """The last block ends, if there is one."""
+        """End the last block, if one is open."""
         if self._is_open:
             self._is_open = False
             yield "closed", self.all[-1], ""
 
-    def _grow(self, kind: Literal["thought", "text", "call"], text: str) -> Iterator[tuple[Change, Block, str]]:
+    def _grow(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[tuple[Change, Block, str]]:
         if not text:
             return
         if not self.all or self.all[-1].kind != kind:

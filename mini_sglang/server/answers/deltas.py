@@ -1,6 +1,6 @@
-"""What an answer is made of: thought, text and tool calls, in the pieces that a stream sends, and folded into a whole.
+"""The parts of an answer (reasoning, text, tool calls) as the deltas of a stream, and the answer that deltas join to.
 
-Plain values. The parsers make them, the formats of the APIs write them down; neither engine nor HTTP is known here.
+Plain values: parsers make them, the formats of the APIs write them. Knows no engine and no HTTP.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of the thought that comes before an answer."""
+    """More of the reasoning that comes before the answer's text."""
 
     text: str
 
@@ -34,13 +34,13 @@ class CallOpening:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of tool call number `index`: its pieces join to a JSON object."""
+    """More of the arguments of tool call number `index`; all of them join to a JSON object."""
 
     index: int
     text: str
 
 
-Piece = Reasoning | Content | CallOpening | CallArguments
+Delta = Reasoning | Content | CallOpening | CallArguments
 
 
 @dataclass(slots=True)
@@ -54,18 +54,18 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """All pieces of one answer, folded."""
+    """All deltas of one answer, joined."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> Answer:
-        """Join pieces, which must be in the order in which they came."""
+    def of(cls, deltas: Iterable[Delta]) -> Answer:
+        """Join deltas, given in the order in which they came."""
         answer = cls()
-        for piece in pieces:
-            match piece:
+        for delta in deltas:
+            match delta:
                 case Content(text):
                     answer.content += text
                 case Reasoning(text):

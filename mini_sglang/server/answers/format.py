@@ -1,11 +1,11 @@
-"""What an API's format is: it writes the answer to one job, made from engine outputs, whole or as server-sent events.
+"""The protocol of formats: a format writes the answer to one job in the way of its API, whole or as server-sent events.
 
 Each API has one in its folder; `answering.py` walks a job's outputs through it. Knows no API, no engine and no HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -30,8 +30,8 @@ class AnswerFormat(Protocol):
         """The events that begin a choice, before those of its first output."""
         return ()
 
-    def delta(self, choice: int, output: RequestOutput) -> Iterable[bytes]:
-        """The events of what `output` added to a choice."""
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
+        """The events of what `output` added to a choice. The work is done as the events are iterated."""
         ...
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterable[bytes]:

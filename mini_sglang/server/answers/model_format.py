@@ -1,7 +1,7 @@
-"""How the served model writes thoughts and tool calls: what its prompt must say, and how its answers are read.
+"""How the served model writes reasoning and tool calls: what its prompt must say, and how its answers are read.
 
-A `Dialect` belongs to the server and is told from the chat template, unless options name it; an `AnswerPlan` belongs to
-one request and says what its answers may consist of; an `AnswerParser` reads one answer. Knows no HTTP and no engine.
+The server has one `ModelFormat`, which options name or the chat template shows. A request has `AnswerRules`: what its
+answers may consist of. An `AnswerParser` reads one answer. Knows no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import tool_call_grammar
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
-from mini_sglang.server.answers.deltas import Answer, Content, Piece
+from mini_sglang.server.answers.deltas import Answer, Content, Delta
 from mini_sglang.server.answers.reasoning import (
     MISTRAL_THINK,
     REASONING_PARSERS,
     THINK,
     Markers,
     ReasoningParser,
-    opens_thought,
+    opens_reasoning,
 )
 from mini_sglang.server.answers.tool_calls import (
     HERMES,
@@ -39,27 +39,27 @@ from mini_sglang.server.answers.tool_prompt import with_plain_tools
 from mini_sglang.server.bodies import Json, Message, TemplateBody, Tool
 from mini_sglang.text.tokenizer import Tokenizer
 
-_TAIL_TOKENS = 16  # of a prompt, among which a template's opening of a thought is
+_TAIL_TOKENS = 16  # of a prompt, among which a template puts the opening marker of reasoning
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-class Dialect:
-    """Of one model. `notation` and `thought` are None where there are no calls or no thoughts."""
+class ModelFormat:
+    """The format of one model. `notation` and `markers` are None for a model without tool calls or reasoning."""
 
-    def __init__(self, tokenizer: Tokenizer, notation: CallNotation | None, thought: Markers | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, notation: CallNotation | None, markers: Markers | None) -> None:
         self.tokenizer = tokenizer
-        self.notation = notation
-        self.thought = thought
+        self.notation = notation  # of tool calls
+        self.markers = markers  # of reasoning
         self._knows_tools = re.search(r"\btools\b", tokenizer.chat_template) is not None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> Dialect:
-        """The one that the options name, or else the chat template shows."""
+    def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> ModelFormat:
+        """The format that the options name or, where they say auto, the chat template shows."""
         template, tool_calls, reasoning = tokenizer.chat_template, config.tool_call_parser, config.reasoning_parser
         return cls(
             tokenizer,
             _notation_of(template) if tool_calls == "auto" else TOOL_CALL_PARSERS.get(tool_calls),
-            _thought_of(template) if reasoning == "auto" else REASONING_PARSERS.get(reasoning),
+            _markers_of(template) if reasoning == "auto" else REASONING_PARSERS.get(reasoning),
         )
 
     def render(self, messages: Sequence[Message], body: TemplateBody) -> list[int]:
@@ -89,34 +89,34 @@ class Dialect:
             **arguments,
         )
 
-    def plan(self, body: TemplateBody, messages: Sequence[Message], prompt_ids: Sequence[int]) -> AnswerPlan:
-        """What the answers to a prompt that `render` has made may consist of."""
-        is_thinking = False
-        if self.thought is not None and body.continue_final_message:
-            is_thinking = opens_thought(messages[-1].content or "", self.thought)
-        elif self.thought is not None:
+    def rules(self, body: TemplateBody, messages: Sequence[Message], prompt_ids: Sequence[int]) -> AnswerRules:
+        """The rules for answers to a prompt that `render` made."""
+        in_reasoning = False
+        if self.markers is not None and body.continue_final_message:
+            in_reasoning = opens_reasoning(messages[-1].content or "", self.markers)
+        elif self.markers is not None:
             tail = self.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-            is_thinking = tail.rstrip().endswith(self.thought.opening)
-        return AnswerPlan(self, body, is_thinking)
+            in_reasoning = tail.rstrip().endswith(self.markers.opening)
+        return AnswerRules(self, body, in_reasoning)
 
 
 @dataclass(frozen=True)
-class AnswerPlan:
-    """What the answers of one request may consist of. `is_thinking`: its prompt ends within a thought."""
+class AnswerRules:
+    """What the answers to one request may consist of."""
 
-    dialect: Dialect
+    model_format: ModelFormat
     body: TemplateBody
-    is_thinking: bool
+    in_reasoning: bool  # the prompt has opened the reasoning, which answers go on with
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
-        """The sampling parameters with what makes calls and thoughts come out as the request wants them.
+        """The sampling parameters, with markers shown as text and calls held to a grammar where the request wants it.
 
-        Raises FieldError if that cannot be had.
+        Raises FieldError for a combination that is not supported.
         """
-        texts = list(self._notation.markers) if self._notation is not None else []
-        if self.dialect.thought is not None:
-            texts += (self.dialect.thought.opening, self.dialect.thought.closing)
-        ids = map(self.dialect.tokenizer.special_token_id, texts)
+        texts = self._notation.markers if self._notation is not None else ()
+        reasoning = self.model_format.markers
+        texts += (reasoning.opening, reasoning.closing) if reasoning is not None else ()
+        ids = map(self.model_format.tokenizer.special_token_id, texts)
         params = msgspec.structs.replace(params, shown_special_ids=[i for i in ids if i is not None])
         if self.body.offered_tools and params.grammar_field is not None:
             raise FieldError(
@@ -124,14 +124,14 @@ class AnswerPlan:
             )
         if self._notation is not None and self._has_grammar:
             params = msgspec.structs.replace(params, tool_grammar=self._grammar(self._notation))
-        if params.is_constrained and self.is_thinking and self.dialect.thought is not None:
-            params = msgspec.structs.replace(params, grammar_after=self.dialect.thought.closing)
+        if params.is_constrained and self.in_reasoning and self.model_format.markers is not None:
+            params = msgspec.structs.replace(params, grammar_after=self.model_format.markers.closing)
         return params
 
     def parser(self) -> AnswerParser:
-        """For one answer."""
-        thought = self.dialect.thought
-        reasoning = None if thought is None else ReasoningParser(thought, inside=self.is_thinking)
+        """A parser for one answer."""
+        markers = self.model_format.markers
+        reasoning = None if markers is None else ReasoningParser(markers, inside=self.in_reasoning)
         if self._notation is None:
             return AnswerParser(reasoning, None)
         names = [tool.function.name for tool in self._callable]
@@ -142,7 +142,7 @@ class AnswerPlan:
 
     @property
     def _notation(self) -> CallNotation | None:
-        return self.dialect.notation if self.body.offered_tools else None
+        return self.model_format.notation if self.body.offered_tools else None
 
     @property
     def _callable(self) -> list[Tool]:
@@ -165,13 +165,13 @@ class AnswerPlan:
         return tool_call_grammar(
             {tool.function.name: self._schema(tool) for tool in self._callable},
             notation.syntax,
-            self.dialect.tokenizer,
+            self.model_format.tokenizer,
             parallel=self.body.parallel_tool_calls is not False,
             free_text=not self._must_call,
         )
 
     def _schema(self, tool: Tool) -> Json | None:
-        """Of the arguments. What is not declared is not allowed, unless the schema says that it is."""
+        """The schema of a tool's arguments; properties that it does not declare are refused unless it allows them."""
         if not self._must_call and not tool.function.strict:
             return None
         schema = tool.function.parameters or {"type": "object", "properties": {}}
@@ -179,45 +179,45 @@ class AnswerPlan:
 
 
 class AnswerParser:
-    """Reads one answer: the thought first, then text and calls. Either may not be looked for."""
+    """Reads one answer: first the reasoning, then text and calls. What has no parser is not looked for."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
-        self._reasoning_tokens: int | None = None  # of a thought that is over
+        self._reasoning_tokens: int | None = None  # of reasoning that is over
 
-    def push(self, output: RequestOutput) -> list[Piece]:
-        """What `output` makes certain; after the last one, all."""
+    def push(self, output: RequestOutput) -> list[Delta]:
+        """The deltas that `output` makes certain; with the last output, all that are left."""
         return self._push(output.text_delta, output.finished)
 
     def whole(self, output: RequestOutput) -> Answer:
-        """All of an answer that is complete; what `push` gives of it, joined."""
+        """A complete answer: the deltas that `push` would give, joined."""
         return Answer.of(self._push(output.text, True))
 
     def reasoning_tokens(self, output: RequestOutput) -> int:
-        """How many tokens the thought took, its markers included. `output`: the latest that was read."""
+        """The number of reasoning tokens, markers included. `output`: the latest that was read."""
         if self._reasoning is None or not self._reasoning.reasoning_characters:
             return 0
-        if self._reasoning.is_thinking:
+        if self._reasoning.in_reasoning:
             return output.usage.completion_tokens
-        if self._reasoning_tokens is None:  # once: it takes time in proportion to the thought
+        if self._reasoning_tokens is None:  # once: it takes time in proportion to the reasoning
             self._reasoning_tokens = output.num_tokens_of_text(self._reasoning.reasoning_characters)
         return self._reasoning_tokens
 
     @property
     def has_calls(self) -> bool:
-        """Whether tools were called so far."""
+        """Whether the answer has called a tool so far."""
         return self._calls is not None and self._calls.num_calls > 0
 
-    def _push(self, text: str, final: bool) -> list[Piece]:
-        pieces: list[Piece] = [Content(text)] if text else []
+    def _push(self, text: str, final: bool) -> list[Delta]:
+        deltas: list[Delta] = [Content(text)] if text else []
         if self._reasoning is not None:
-            pieces = self._reasoning.push(text, final=final)
+            deltas = self._reasoning.push(text, final=final)
         if self._calls is None:
-            return pieces
-        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        thoughts = [piece for piece in pieces if not isinstance(piece, Content)]
-        return thoughts + self._calls.push(content, final=final)
+            return deltas
+        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        reasoning = [delta for delta in deltas if not isinstance(delta, Content)]
+        return reasoning + self._calls.push(content, final=final)
 
 
 def _notation_of(template: str) -> CallNotation | None:
@@ -230,12 +230,12 @@ def _notation_of(template: str) -> CallNotation | None:
     return None if re.search(r"\btools\b", template) else HERMES  # the server tells the model of it
 
 
-def _thought_of(template: str) -> Markers | None:
+def _markers_of(template: str) -> Markers | None:
     return THINK if THINK.closing in template else MISTRAL_THINK if MISTRAL_THINK.opening in template else None
 
 
 def _shorten_ids(messages: Sequence[Json]) -> None:
-    """Mistral's templates take ids of nine letters and digits only; which ones is all the same, if they match."""
+    """Replace ids of calls by ones that Mistral's templates accept: nine letters and digits. Equal ids stay equal."""
 
     def shorten(call_id: str) -> str:
         return call_id if _MISTRAL_ID.fullmatch(call_id) else f"{zlib.crc32(call_id.encode()):09x}"

@@ -1,8 +1,8 @@
-"""Splits an answer into the thought that comes first and the text after it, while it streams.
+"""Splits an answer into the reasoning that comes first and the text after it, while it streams.
 
-A pure text machine: however the text is cut into deltas, the joined pieces are the same. A thought is only looked for
-at the beginning, so that an answer that speaks of the markers keeps them. Knows no model: who makes a parser says which
-markers there are, and whether the prompt has opened the thought already.
+Works on text alone: however the text is cut up, the deltas join to the same answer. Reasoning is looked for only at the
+beginning, so that an answer that mentions the markers keeps them. Knows no model: the caller says what the markers are
+and whether the prompt has opened the reasoning.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mini_sglang.server.answers.deltas import Content, Piece, Reasoning
+from mini_sglang.server.answers.deltas import Content, Delta, Reasoning
 from mini_sglang.text.detokenizer import partial_match
 
 
 @dataclass(frozen=True)
 class Markers:
-    """What a model writes around its thoughts."""
+    """The texts that a model writes around its reasoning."""
 
     opening: str
     closing: str
@@ -28,77 +28,77 @@ MISTRAL_THINK = Markers("[THINK]", "[/THINK]")
 REASONING_PARSERS = {"think": THINK, "qwen3": THINK, "deepseek_r1": THINK, "mistral": MISTRAL_THINK}
 
 
-def opens_thought(text: str, markers: Markers) -> bool:
-    """Whether `text`, the beginning of an answer, leaves a thought open."""
+def opens_reasoning(text: str, markers: Markers) -> bool:
+    """Whether `text`, the beginning of an answer, leaves its reasoning open."""
     return text.rfind(markers.opening) > text.rfind(markers.closing)
 
 
 class ReasoningParser:
-    """Takes the text of one answer and gives `Reasoning` and `Content` pieces.
+    """Takes the text of one answer and gives `Reasoning` and `Content` deltas.
 
-    White space around the markers belongs to neither. Held back is only what may be the beginning of a marker, and
-    white space that a marker may follow. A thought that never closes is reasoning to its end.
+    White space around the markers belongs to neither. Only text that may begin a marker, and white space before a
+    possible marker, is held back. Reasoning that is never closed lasts to the end of the answer.
     """
 
     def __init__(self, markers: Markers, *, inside: bool = False) -> None:
-        """`inside`: the prompt has opened the thought."""
+        """`inside`: the prompt has opened the reasoning."""
         self._markers = markers
         self._held = ""
         self._characters = 0  # of the text so far
-        self.reasoning_characters = 0  # of the text up to the thought's end, markers included; 0: no thought (yet)
-        self._began = False  # the thought has text
-        self._step: Callable[[bool], Piece | None] | None = self._in_thought if inside else self._before
+        self.reasoning_characters = 0  # up to the end of the reasoning, markers included; 0: none so far
+        self._began = False  # the reasoning has text
+        self._step: Callable[[bool], Delta | None] | None = self._inside if inside else self._before
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether the text so far ends within a thought."""
-        return self._step == self._in_thought
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        return self._step == self._inside
 
-    def push(self, text: str, *, final: bool = False) -> list[Piece]:
-        """The pieces that are certain now and were not before; with `final`, all that is left."""
+    def push(self, text: str, *, final: bool = False) -> list[Delta]:
+        """The deltas that `text` makes certain; with `final`, all that are left."""
         self._characters += len(text)
-        pieces: list[Piece] = []
+        deltas: list[Delta] = []
         self._held += text
         while self._step is not None and self._held:
             step = self._step
-            if piece := step(final):
-                pieces.append(piece)
+            if delta := step(final):
+                deltas.append(delta)
             if self._step == step:  # it waits for more text
                 break
         if self._step is None and self._held:
-            pieces.append(Content(self._held))
+            deltas.append(Content(self._held))
             self._held = ""
-        if self.is_thinking:
+        if self.in_reasoning:
             self.reasoning_characters = self._characters
-        return pieces
+        return deltas
 
     def _before(self, final: bool) -> None:
-        """Nothing but white space so far: a thought begins here, or there is none."""
+        """Only white space so far: reasoning begins here or there is none."""
         text = self._held.lstrip()
         opening = self._markers.opening
         if text.startswith(opening):
             self._held = text[len(opening) :]
-            self._step = self._in_thought
+            self._step = self._inside
         elif final or not opening.startswith(text):
             self._step = None
 
-    def _in_thought(self, final: bool) -> Reasoning | None:
-        thought, closing, rest = self._held.partition(self._markers.closing)
+    def _inside(self, final: bool) -> Reasoning | None:
+        text, closing, rest = self._held.partition(self._markers.closing)
         if closing:
             self.reasoning_characters = self._characters - len(rest)
             self._held = rest
             self._step = self._after
-            shown = thought.rstrip()
+            shown = text.rstrip()
         else:
-            shown = thought[: len(thought) - (0 if final else partial_match(thought, self._markers.closing))].rstrip()
-            self._held = "" if final else thought[len(shown) :]
+            shown = text[: len(text) - (0 if final else partial_match(text, self._markers.closing))].rstrip()
+            self._held = "" if final else text[len(shown) :]
         if not self._began:
             shown = shown.lstrip()
             self._began = bool(shown)
         return Reasoning(shown) if shown else None
 
     def _after(self, final: bool) -> None:
-        """The thought is over, its text has not begun."""
+        """The reasoning is over and the text has not begun."""
         self._held = self._held.lstrip()
         if self._held:
             self._step = None

@@ -1,8 +1,8 @@
 """Finds tool calls in an answer's text while it streams, in the notations that models were trained to write.
 
-A pure text machine: however the text is cut into deltas, the joined pieces are the same. A notation is a declaration
-(`CallNotation`); one machine reads them all. What looks like a call but is none (broken JSON, arguments that are no
-object, a function that was not offered) stays text. Knows no model and no schema.
+Works on text alone: however the text is cut up, the deltas join to the same answer. A notation is a declaration
+(`CallNotation`); one parser reads them all. Text that looks like a call but is none (broken JSON, arguments that are
+not an object, a function that was not offered) stays text. Knows no model and no schema.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from mini_sglang.grammar.compiler import CallSyntax
-from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Piece
+from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta
 from mini_sglang.server.bodies import Json
 from mini_sglang.text.detokenizer import partial_match
 
@@ -80,24 +80,24 @@ TOOL_CALL_PARSERS = {"hermes": HERMES, "qwen": HERMES, "llama3_json": LLAMA3, "l
 
 
 class ToolCallParser:
-    """Takes the text of one answer and gives `Content`, `CallOpening` and `CallArguments` pieces.
+    """Takes the text of one answer and gives `Content`, `CallOpening` and `CallArguments` deltas.
 
     A call is given out when its JSON is complete and was found to be a call. With `eager`, for text that a grammar
-    keeps in the notation, arguments are given out as they come. White space around calls belongs to neither. Held back
-    is a call that is not complete, what may be the beginning of one, and white space that one may follow.
+    keeps in the notation, arguments are given out as they come. White space around calls belongs to neither. The parser
+    holds back an incomplete call, text that may begin one, and white space before a possible call.
     """
 
     def __init__(
         self, notation: CallNotation, names: Collection[str], *, max_calls: int | None = None, eager: bool = False
     ) -> None:
-        """`names`: of the functions that may be called. Calls beyond `max_calls` are dropped."""
+        """`names`: the functions that may be called. Calls beyond `max_calls` are dropped."""
         self.num_calls = 0
         self._notation = notation
         self._names = frozenset(names)
         self._max_calls = max_calls
         self._eager = eager
-        self._pieces: list[Piece] = []
-        self._held = ""  # what is undecided; of a call, all of it from its opening on
+        self._deltas: list[Delta] = []
+        self._held = ""  # undecided text; within a call, all of it from its opening on
         self._start = 0  # where in `_held` the call's head begins, later its object
         self._name: str | None = None  # of the function, where it stands before the object
         self._object = _JsonObject()
@@ -107,15 +107,15 @@ class ToolCallParser:
         self._is_dropped = False  # the call that is being read
         self._step: Callable[[bool], bool] = self._in_head if notation.opening is None else self._in_text
 
-    def push(self, text: str, *, final: bool = False) -> list[Piece]:
-        """The pieces that are certain now and were not before; with `final`, all that is left."""
+    def push(self, text: str, *, final: bool = False) -> list[Delta]:
+        """The deltas that `text` makes certain; with `final`, all that are left."""
         self._held += text
         while self._held and self._step(final):
             pass
         if final:
             self._give_text(len(self._held))
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     # Where the parser stands is one of these steps. Each reads on in `_held` and returns whether there is a next step
     # to take; if not, more text is needed, of which there is none when `final`.
@@ -137,7 +137,7 @@ class ToolCallParser:
         return bool(found)
 
     def _in_head(self, final: bool) -> bool:
-        """Behind an opening, or where a call may come without one."""
+        """After an opening, or where a call may come without one."""
         head, ending = self._notation.head, self._notation.longest_head
         if match := head.match(self._held, self._start, self._start + HEAD_LIMIT):
             self._name = match.groupdict().get("name")
@@ -150,7 +150,7 @@ class ToolCallParser:
         return False if may_match and not final else self._is_no_call(self._start)
 
     def _in_object(self, final: bool) -> bool:
-        """In an object of which nothing was given out."""
+        """In an object of which nothing has been given out."""
         end = self._object.read(self._held, self._num_read)
         if end is None:
             self._num_read = len(self._held)
@@ -166,7 +166,7 @@ class ToolCallParser:
         return True
 
     def _before_arguments(self, final: bool) -> bool:
-        """In an object whose arguments are to be given out as they come, or in front of such."""
+        """In an object whose arguments will be given out as they come, before those."""
         name, start = self._name, self._start
         if name is None:
             limit = self._start + HEAD_LIMIT
@@ -192,7 +192,7 @@ class ToolCallParser:
         return end is not None
 
     def _after_arguments(self, final: bool) -> bool:
-        """Behind arguments that were given out as they came, where the object around them ends."""
+        """After arguments that were given out as they came: the end of the object around them."""
         self._held = self._held.lstrip()
         if self._held:
             self._held = self._held.removeprefix("}")
@@ -200,7 +200,7 @@ class ToolCallParser:
         return bool(self._held)
 
     def _after_object(self, final: bool) -> bool:
-        """Behind an object: its closing, a further object, or text."""
+        """After an object: its closing, another object, or text."""
         rest = self._held.lstrip()
         for closing in self._notation.closings:
             if rest.startswith(closing):
@@ -216,7 +216,7 @@ class ToolCallParser:
         return True
 
     def _is_no_call(self, end: int) -> bool:
-        """What was taken for the beginning of a call is text, up to `end`."""
+        """Up to `end`, the text that looked like the beginning of a call is none."""
         self._give_text(end)
         self._step = self._in_text
         return True
@@ -227,19 +227,19 @@ class ToolCallParser:
             text = text.lstrip()
         if text:
             separator = "\n" if self._after_call and self._has_text else ""  # calls leave a gap between two texts
-            self._pieces.append(Content(separator + text))
+            self._deltas.append(Content(separator + text))
             self._has_text, self._after_call = True, False
 
     def _open_call(self, name: str) -> None:
         self._after_call = True
         self._is_dropped = self.num_calls == self._max_calls
         if not self._is_dropped:
-            self._pieces.append(CallOpening(self.num_calls, self._notation.make_id(), name))
+            self._deltas.append(CallOpening(self.num_calls, self._notation.make_id(), name))
             self.num_calls += 1
 
     def _give_arguments(self, text: str) -> None:
         if text and not self._is_dropped:
-            self._pieces.append(CallArguments(self.num_calls - 1, text))
+            self._deltas.append(CallArguments(self.num_calls - 1, text))
 
 
 # The beginning of a call whose arguments come last, up to those.
@@ -249,7 +249,7 @@ _INSIDE_STRINGS = re.compile(r'["\\]')
 
 
 class _JsonObject:
-    """Finds the end of an object by its brackets, in text that comes piece by piece; looks at nothing else but strings.
+    """Finds the end of an object by its brackets, in text that comes in parts; looks only at brackets and strings.
 
     A "<" outside strings shows that the object is broken: the model has gone on to what follows it.
     """
@@ -261,7 +261,7 @@ class _JsonObject:
         self._escaped = False
 
     def read(self, text: str, start: int) -> int | None:
-        """Read on from `start`: the index behind the object, or of what broke it; None if there is more to come."""
+        """Read on from `start`. Returns the index after the object, or of what broke it; None if more must come."""
         if self._escaped and start < len(text):
             start += 1
             self._escaped = False
@@ -286,7 +286,7 @@ class _JsonObject:
 
 
 class _WrittenCall(msgspec.Struct):
-    """The object that models write; what else is in it does not count."""
+    """The object that models write for a call; other fields in it do not count."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -294,7 +294,7 @@ class _WrittenCall(msgspec.Struct):
 
 
 def _read_call(text: str, name: str | None) -> tuple[str, str] | None:
-    """Name and arguments of the call that `text` is, or the arguments of, if `name` is known; None if it is none."""
+    """Name and arguments of a call; None if `text` is no call. With a `name`, `text` holds only the arguments."""
     try:
         if name is None:
             call = msgspec.json.decode(text, type=_WrittenCall)

@@ -1,7 +1,7 @@
-"""Tools for models whose chat template does not know them: told in the system message, in plain words.
+"""Tools for models whose chat template does not know them: the system message describes them in plain words.
 
-Pure functions on messages as templates take them. What comes back has only system, user and assistant messages with
-text, and calls in the notation that the model is told to write.
+Pure functions on messages as templates take them. They return only system, user and assistant messages of text, with
+calls in the notation that the model is told to write.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _as_text(messages: Iterable[Json], syntax: CallSyntax) -> Iterator[Json]:
 
 
 def _write_calls(functions: Sequence[Json], syntax: CallSyntax) -> str:
-    """Calls, each with `name` and `arguments`, as the model is to write them."""
+    """Calls, each with `name` and `arguments`, in the notation that the model is told to write."""
     objects = ({"name": function["name"], syntax.arguments_key: function["arguments"]} for function in functions)
     calls = (f"{syntax.call_begin}{json.dumps(call, ensure_ascii=False)}{syntax.call_end}" for call in objects)
     return f"{syntax.begin}{syntax.separator.join(calls)}{syntax.end}"

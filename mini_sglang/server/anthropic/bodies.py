@@ -49,7 +49,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """A thought of an earlier answer; the chat template decides whether the model sees it again."""
+    """Reasoning of an earlier answer; the chat template decides whether the model sees it again."""
 
     type: Literal["thinking"]
     thinking: str
@@ -67,7 +67,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call gave. Chats have no field for an error: the text says so."""
+    """The result of a call. Chats have no field for an error, so the text says it."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -96,7 +96,7 @@ BlockList = Annotated[
 
 
 class Turn(Body):
-    """One message; what several in a row say in one role becomes one turn."""
+    """One message; consecutive ones of one role become one turn."""
 
     role: Literal["user", "assistant"]
     content: BlockList
@@ -142,7 +142,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["adaptive", "disabled"]  # budgets are not kept, so they cannot be asked for
+    type: Literal["adaptive", "disabled"]  # the server enforces no budget, so none is accepted
     display: Literal["summarized"] | None = None
 
 
@@ -167,7 +167,7 @@ Turns = Annotated[list[Turn], Field(min_length=1), FAIL_FAST, at_most(MAX_MESSAG
 
 
 class PromptBody(Body):
-    """What makes the prompt: the parts that both routes have in common."""
+    """The fields that make the prompt, which both routes share."""
 
     model: str | None = None
     messages: Turns
@@ -181,7 +181,7 @@ class PromptBody(Body):
     speed: Annotated[None, must_be_off("standard")] = None
 
     def chat_messages(self) -> list[Message]:
-        """The conversation as a chat has it: the system prompt first, results of tools before what the user says."""
+        """The conversation as a chat has it: the system prompt first, results of tools before the user's text."""
         system = [] if self.system is None else [Message(role="system", content=self.system)]
         messages = (message for turn in self.messages for message in _chat_messages_of(turn))
         return system + join_runs(messages, ("user", "assistant"))
@@ -209,8 +209,8 @@ def _chat_messages_of(turn: Turn) -> Iterator[Message]:
             MessageCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))
             for block in turn.blocks(ToolUseBlock)
         ]
-        thought = "".join(block.thinking for block in turn.blocks(ThinkingBlock))
-        yield Message(role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=thought or None)
+        reasoning = "".join(block.thinking for block in turn.blocks(ThinkingBlock)) or None
+        yield Message(role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=reasoning)
         return
     for block in turn.blocks(ToolResultBlock):
         yield block.for_chat()

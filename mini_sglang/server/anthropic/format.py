@@ -28,7 +28,7 @@ _ERROR_TYPES = {
 
 
 class MessageFormat(AnswerFormat):
-    """One answer of /v1/messages. `fits_context`: whether the context has room for all the tokens asked for."""
+    """One answer of /v1/messages. `fits_context`: whether the context has room for `max_tokens`."""
 
     def __init__(self, message_id: str, model: str, parser: AnswerParser, fits_context: bool) -> None:
         self._id = message_id
@@ -101,7 +101,7 @@ def _block_event(change: Change, block: Block, text: str) -> bytes:
 def _empty_block(block: Block) -> Json:
     """A block before it has any text."""
     match block.kind:
-        case "thought":
+        case "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "text":
             return {"type": "text", "text": ""}
@@ -111,7 +111,7 @@ def _empty_block(block: Block) -> Json:
 
 def _block_delta(block: Block, text: str) -> Json:
     match block.kind:
-        case "thought":
+        case "reasoning":
             return {"type": "thinking_delta", "thinking": text}
         case "text":
             return {"type": "text_delta", "text": text}
@@ -121,7 +121,7 @@ def _block_delta(block: Block, text: str) -> Json:
 
 def _whole_block(block: Block) -> Json:
     match block.kind:
-        case "thought":
+        case "reasoning":
             return {**_empty_block(block), "thinking": block.text}
         case "text":
             return {**_empty_block(block), "text": block.text}
@@ -130,7 +130,7 @@ def _whole_block(block: Block) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """The arguments of a call; {} for those of one that was cut off."""
+    """The arguments of a call; {} if they were cut off."""
     try:
         return msgspec.json.decode(text, type=Json)
     except msgspec.DecodeError:

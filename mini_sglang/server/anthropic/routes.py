@@ -16,7 +16,7 @@ from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.conversation import encode_messages, make_chat_job
 from mini_sglang.server.errors import ClientDisconnected, as_api_error, error_response
-from mini_sglang.server.request_body import client_errors, read_body, takes, work_on_body
+from mini_sglang.server.request_body import client_errors, json_body, read_body, work_on_body
 
 
 class _Route(APIRoute):
@@ -40,19 +40,19 @@ class _Route(APIRoute):
 router = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=_Route)
 
 
-@router.post("/messages", openapi_extra=takes(MessagesBody))
+@router.post("/messages", openapi_extra=json_body(MessagesBody))
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = await read_body(request, MessagesBody)
     model = context.check_model(body.model)
-    job, plan = await make_chat_job(request, f"msg_{uuid.uuid4().hex}", body)
+    job, rules = await make_chat_job(request, f"msg_{uuid.uuid4().hex}", body)
     fits_context = len(job.prompt_of(0)) + body.max_tokens <= context.engine.info.context_length
-    answer_format = MessageFormat(job.id, model, plan.parser(), fits_context)
+    answer_format = MessageFormat(job.id, model, rules.parser(), fits_context)
     return await answer(request, job, answer_format, stream=body.stream)
 
 
-@router.post("/messages/count_tokens", openapi_extra=takes(CountTokensBody))
+@router.post("/messages/count_tokens", openapi_extra=json_body(CountTokensBody))
 async def count_tokens(request: Request) -> Json:
     """How many tokens a conversation takes as a prompt."""
     context = context_of(request)

@@ -14,7 +14,7 @@ from mini_sglang.server.openai.format import finite, usage_json
 
 
 class GenerateFormat(AnswerFormat):
-    """One answer of one choice. Of a stream, `text` and `token_ids` of each event are what is new."""
+    """One answer of one choice. In a stream, each event has the new `text` and `token_ids`."""
 
     def __init__(self, job_id: str) -> None:
         self._id = job_id

@@ -1,4 +1,4 @@
-"""The server's own routes: /generate with tokens and text in one small answer, and everything for operators."""
+"""The server's own routes: /generate with tokens and text in one small answer, and the routes for operators."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from mini_sglang.server.generation import encode_prompts, make_job, off_loop, pa
 from mini_sglang.server.metrics import CONTENT_TYPE
 from mini_sglang.server.native.bodies import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody
 from mini_sglang.server.native.format import GenerateFormat
-from mini_sglang.server.request_body import check_body, read_body, read_object, takes
+from mini_sglang.server.request_body import check_body, json_body, read_body, read_object
 from mini_sglang.server.sglang import routes as sglang_routes
 from mini_sglang.server.sglang.bodies import SGLANG_FIELDS, SglangBody
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 _SECRETS = ("api_key", "api_key_file", "ssl_keyfile")
 
@@ -38,7 +38,7 @@ router = APIRouter(tags=["mini-sglang"])
 open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
 
 
-@router.post("/generate", openapi_extra=takes(GenerateBody, SglangBody))
+@router.post("/generate", openapi_extra=json_body(GenerateBody, SglangBody))
 async def generate(request: Request) -> Response:
     """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new.
 
@@ -55,7 +55,7 @@ async def generate(request: Request) -> Response:
     return await answer(request, job, GenerateFormat(job.id), stream=body.stream)
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+@router.post("/tokenize", openapi_extra=json_body(TokenizeBody))
 async def tokenize(request: Request) -> Json:
     """The token ids of a prompt or of a conversation."""
     context = context_of(request)
@@ -68,7 +68,7 @@ async def tokenize(request: Request) -> Json:
     return {"tokens": tokens, "count": len(tokens), "max_model_len": context.engine.info.context_length}
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+@router.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
 async def detokenize(request: Request) -> Json:
     """The text of token ids."""
     context = context_of(request)
@@ -91,10 +91,10 @@ async def tokenizer_info(request: Request) -> Json:
     return {**tokenizer.role_tokens, "chat_template": tokenizer.chat_template or None}
 
 
-async def _ask_engine(answer: Awaitable[Answer]) -> Answer:
-    """The engine's answer; 503 if it does not come in time."""
+async def _ask_engine(reply: Awaitable[Reply]) -> Reply:
+    """The engine's reply. Raises ApiError 503 if it does not come in time."""
     try:
-        return await answer
+        return await reply
     except TimeoutError as error:
         raise ApiError(503, str(error), code="engine_stuck") from None
 
@@ -106,7 +106,7 @@ async def flush_cache(request: Request) -> Json:
     return {"flushed_pages": await _ask_engine(context_of(request).engine.flush_cache())}
 
 
-@router.post("/abort", openapi_extra=takes(AbortBody))
+@router.post("/abort", openapi_extra=json_body(AbortBody))
 async def abort(request: Request) -> Json:
     """End a request by its id, with all its choices; they answer what they have, with finish_reason "abort"."""
     context = context_of(request)
@@ -115,7 +115,7 @@ async def abort(request: Request) -> Json:
     return {"aborted": sum(context.engine.abort(name) for name in choices)}
 
 
-@router.post("/start_profile", openapi_extra=takes(ProfileBody, required=False))
+@router.post("/start_profile", openapi_extra=json_body(ProfileBody, required=False))
 async def start_profile(request: Request) -> Json:
     """Trace the engine process: its steps' phases, PyTorch's operations, and on a GPU its kernels.
 
@@ -134,9 +134,9 @@ async def stop_profile(request: Request) -> Json:
     return {"profiling": False, "trace": await _profile(context_of(request).engine.stop_trace())}
 
 
-async def _profile(answer: Awaitable[Answer]) -> Answer:
+async def _profile(reply: Awaitable[Reply]) -> Reply:
     try:
-        return await _ask_engine(answer)
+        return await _ask_engine(reply)
     except ValueError as error:
         raise ApiError(400, str(error), code="no_profile") from None
 
@@ -148,20 +148,20 @@ async def server_info(request: Request) -> Response:
     context = context_of(request)
     stats = await _ask_engine(context.engine.stats())
     server = {name: value for name, value in dataclasses.asdict(context.config).items() if name not in _SECRETS}
-    answer = {
+    info = {
         "version": mini_sglang.__version__,
         "model": context.model_name,
-        # by these SGLang's router knows what is served here
+        # SGLang's router reads these two
         "served_model_name": context.model_name,
         "model_path": context.engine.info.model,
         "engine": context.engine.info,
         "stats": stats,
         "internal_states": [stats],  # where SGLang's load generator looks
         "uptime_s": round(time.time() - context.created, 3),
-        "requests": sorted(context.jobs),  # ids of those under way
+        "requests": sorted(context.jobs),  # ids of running jobs
         "server": server,
     }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return Response(msgspec.json.encode(info), media_type="application/json")
 
 
 @open_router.head("/health", include_in_schema=False)

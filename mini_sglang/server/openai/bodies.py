@@ -33,7 +33,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # /v1/completions, as OpenAI
 
 
 class StructuredOutputs(Body):
-    """`structured_outputs`, vLLM's name for what an answer must look like."""
+    """`structured_outputs`, vLLM's name for the form that an answer must have."""
 
     json_schema: Json | GrammarText | None = Field(default=None, alias="json")  # or as JSON text
     json_object: bool | None = None
@@ -71,7 +71,7 @@ class StreamOptions(Body):
 
 
 class OpenAIBody(SamplingBody):
-    """What chat and plain completions have in common."""
+    """The fields that chats and plain completions share."""
 
     model: str | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)

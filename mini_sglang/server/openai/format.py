@@ -11,9 +11,9 @@ import msgspec
 
 import mini_sglang
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
-from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Piece, Reasoning
+from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Delta, Reasoning
 from mini_sglang.server.answers.format import DONE, AnswerFormat, event
-from mini_sglang.server.answers.model_format import AnswerPlan
+from mini_sglang.server.answers.model_format import AnswerRules
 from mini_sglang.server.bodies import Json
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.bodies import OpenAIBody
@@ -24,7 +24,7 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in for it
 
 
 class Envelope:
-    """What is around the choices of an answer and of its chunks: the same for chats and plain completions."""
+    """The object around the choices of an answer or a chunk, the same for chats and plain completions."""
 
     def __init__(self, job: Job, body: OpenAIBody, model: str) -> None:
         self._job = job
@@ -86,10 +86,10 @@ _CHUNK = "chat.completion.chunk"
 class ChatFormat(AnswerFormat):
     """Answers of /v1/chat/completions."""
 
-    def __init__(self, job: Job, envelope: Envelope, plan: AnswerPlan, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, envelope: Envelope, rules: AnswerRules, tokenizer: Tokenizer) -> None:
         self._envelope = envelope
         self._tokenizer = tokenizer
-        self._parsers = [plan.parser() for _ in range(job.num_choices)]
+        self._parsers = [rules.parser() for _ in range(job.num_choices)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         choices = [self._whole_choice(index, output) for index, output in enumerate(outputs)]
@@ -120,7 +120,7 @@ class ChatFormat(AnswerFormat):
         answer = parser.whole(output)
         message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
         if answer.reasoning:
-            message |= _thought(answer.reasoning)
+            message |= _reasoning(answer.reasoning)
         if answer.calls:
             message["content"] = answer.content or None
             message["tool_calls"] = [
@@ -139,12 +139,12 @@ class ChatFormat(AnswerFormat):
         return {"content": logprob_entries(self._tokenizer, logprobs), "refusal": None}
 
 
-def _chat_delta(pieces: Sequence[Piece]) -> Json:
-    """The delta of one chunk, in which pieces of one kind are joined."""
+def _chat_delta(deltas: Sequence[Delta]) -> Json:
+    """The delta of one chunk, in which deltas of one kind are joined."""
     new = Answer()
     calls: dict[int, Json] = {}
-    for piece in pieces:
-        match piece:
+    for part in deltas:
+        match part:
             case Content(text):
                 new.content += text
             case Reasoning(text):
@@ -155,7 +155,7 @@ def _chat_delta(pieces: Sequence[Piece]) -> Json:
             case CallArguments(number, text):
                 call = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
-    delta: Json = _thought(new.reasoning) if new.reasoning else {}
+    delta: Json = _reasoning(new.reasoning) if new.reasoning else {}
     if new.content:
         delta["content"] = new.content
     if calls:
@@ -163,8 +163,8 @@ def _chat_delta(pieces: Sequence[Piece]) -> Json:
     return delta
 
 
-def _thought(text: str) -> Json:
-    """A thought under both of the names that clients know."""
+def _reasoning(text: str) -> Json:
+    """Reasoning under both of the names that clients know."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -180,7 +180,7 @@ _COMPLETION = "text_completion"  # and of its chunks
 
 
 class CompletionFormat(AnswerFormat):
-    """Answers of /v1/completions. Keeps, for each choice, how far its tokens reach into the text.
+    """Answers of /v1/completions. Keeps for each choice how far its tokens reach into the text.
 
     With `echoes`, choice i begins with echoes[i // n].
     """
@@ -221,7 +221,7 @@ class CompletionFormat(AnswerFormat):
     def _add_prompt(
         self, logprobs: Json, offset: _TextOffset, echo: EchoedPrompt, known: list[TokenLogprobs] | None
     ) -> None:
-        """The prompt's tokens. Of the first one no probability is known, and of none where it was never computed."""
+        """Add the prompt's tokens. The first one has no probability; without `known` none has."""
         entries = [None] * len(echo.token_ids) if known is None else [None, *known]
         for token_id, entry in zip(echo.token_ids, entries, strict=True):
             # special tokens that the tokenizer has added (a begin token) are not in the text
@@ -241,25 +241,25 @@ class CompletionFormat(AnswerFormat):
 
 
 class _TextOffset:
-    """Counts the characters that a row of tokens makes."""
+    """Counts the characters of successive tokens."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
     def is_next(self, token: bytes, text: str) -> bool:
-        """Whether `text` goes on with this token."""
+        """Whether this token comes next in `text`."""
         return text.startswith(token.decode(errors="replace"), self._characters)
 
     def advance(self, token: bytes) -> int:
-        """Where this token's text begins."""
+        """Move past a token; returns where its text begins."""
         start = self._characters
         self._characters += len(self._decoder.decode(token))
         return start
 
 
 def logprob_entries(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> list[Json]:
-    """One entry per token as chats write it, with the alternatives in it."""
+    """The log-probabilities of tokens as chats write them, one entry per token with its alternatives."""
 
     def alternative(token_id: int, logprob: float) -> Json:
         data = tokenizer.token_bytes(token_id)
@@ -273,7 +273,7 @@ def logprob_entries(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> list
 
 
 def token_text(data: bytes) -> str:
-    """A token as plain completions write it: its text or, for a piece of a character, its bytes (as OpenAI does)."""
+    """A token as plain completions write it: its text or, for part of a character, its bytes (as OpenAI does)."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -13,23 +13,23 @@ from mini_sglang.server.conversation import make_chat_job
 from mini_sglang.server.generation import encode_prompts, make_job, parse_prompts, to_sampling_params
 from mini_sglang.server.openai.bodies import ChatBody, CompletionBody
 from mini_sglang.server.openai.format import ChatFormat, CompletionFormat, EchoedPrompt, Envelope
-from mini_sglang.server.request_body import client_errors, read_body, takes
+from mini_sglang.server.request_body import client_errors, json_body, read_body
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/chat/completions", openapi_extra=takes(ChatBody))
+@router.post("/chat/completions", openapi_extra=json_body(ChatBody))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = await read_body(request, ChatBody)
     model = context.check_model(body.model)
-    job, plan = await make_chat_job(request, f"chatcmpl-{uuid.uuid4().hex}", body)
-    answer_format = ChatFormat(job, Envelope(job, body, model), plan, context.tokenizer)
+    job, rules = await make_chat_job(request, f"chatcmpl-{uuid.uuid4().hex}", body)
+    answer_format = ChatFormat(job, Envelope(job, body, model), rules, context.tokenizer)
     return await answer(request, job, answer_format, stream=body.stream)
 
 
-@router.post("/completions", openapi_extra=takes(CompletionBody))
+@router.post("/completions", openapi_extra=json_body(CompletionBody))
 async def completions(request: Request) -> Response:
     """Continue one prompt or several."""
     context = context_of(request)

@@ -20,7 +20,7 @@ export class Answer {
   #pending = []; // tokens that have not become text yet
   #usage = null;
   #finishReason = null;
-  #thoughts = null;
+  #reasoning = null;
   #text;
 
   constructor() {
@@ -38,13 +38,13 @@ export class Answer {
     const [choice] = chunk.choices;
     if (!choice) return;
     this.#finishReason = choice.finish_reason ?? this.#finishReason;
-    const thought = choice.delta.reasoning_content ?? choice.delta.reasoning ?? "";
+    const reasoning = choice.delta.reasoning_content ?? choice.delta.reasoning ?? "";
     const text = choice.delta.content ?? "";
     const tokens = choice.logprobs?.content ?? [];
-    if (thought || text || tokens.length) this.#note(tokens.length || 1);
+    if (reasoning || text || tokens.length) this.#note(tokens.length || 1);
     this.content += text;
     this.#pending.push(...tokens);
-    if (thought) this.#show(this.#thoughtText(), thought);
+    if (reasoning) this.#show(this.#reasoningText(), reasoning);
     if (text) this.#show(this.#text, text);
     this.#showStats();
   }
@@ -78,13 +78,13 @@ export class Answer {
     else target.addText(text);
   }
 
-  #thoughtText() {
-    if (!this.#thoughts) {
+  #reasoningText() {
+    if (!this.#reasoning) {
       const text = element("div", { className: "text" });
-      this.body.before(element("details", { className: "thoughts", open: true }, element("summary", {}, "Thoughts"), text));
-      this.#thoughts = new TokenText(text);
+      this.body.before(element("details", { className: "reasoning", open: true }, element("summary", {}, "Reasoning"), text));
+      this.#reasoning = new TokenText(text);
     }
-    return this.#thoughts;
+    return this.#reasoning;
   }
 
   #showStats() {

@@ -1,6 +1,6 @@
 """The body of OpenAI's /v1/responses, with this server's sampling fields besides.
 
-The server keeps nothing between requests: what would need an earlier answer, or keep this one, is refused by name.
+The server keeps nothing between requests: a field that would need an earlier answer, or keep this one, is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mini_sglang.server.bodies import (
     must_be_off,
 )
 
-_MAX_DEPTH = 100  # of what an answer repeats
+_MAX_DEPTH = 100  # of objects that an answer repeats
 
 
 def _not_deep(value: Any) -> Any:
@@ -59,7 +59,7 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
 
 def _plain_parts(content: Any) -> Any:
-    """Parts by the names that they have here, as the parts of a chat's message."""
+    """The parts of a message, which have other types here, as those of a chat's message."""
     if not isinstance(content, list) or len(content) > MAX_MESSAGES:
         return content
     return [
@@ -71,7 +71,7 @@ def _plain_parts(content: Any) -> Any:
 
 
 def _typed_items(value: Any) -> Any:
-    """Items with their type, which messages may leave out; a string is what the user says."""
+    """Items with their type, which messages may leave out; a string is a message of the user."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > MAX_MESSAGES:
@@ -84,7 +84,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputMessage(Body):
-    """A message of the conversation; an earlier answer's can be sent back with all its fields."""
+    """A message of the conversation; one of an earlier answer may have all the fields that it had there."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -95,7 +95,7 @@ class InputMessage(Body):
 
 
 class InputReasoning(Body):
-    """A thought of an earlier answer; the chat template decides whether the model sees it again."""
+    """Reasoning of an earlier answer; the chat template decides whether the model sees it again."""
 
     type: Literal["reasoning"]
     content: Parts | None = None
@@ -121,7 +121,7 @@ class InputCall(Body):
 
 
 class InputCallOutput(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -138,7 +138,7 @@ InputItems = Annotated[
     at_most(MAX_MESSAGES),
     BeforeValidator(_typed_items, json_schema_input_type=str | list[InputItem]),
 ]
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # of the latter there is none
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # no answer has the latter
 
 
 class FunctionTool(Body):

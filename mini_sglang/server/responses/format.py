@@ -1,6 +1,6 @@
 """The answers of /v1/responses, made from engine outputs: a whole response, and the events of a stream.
 
-An answer is a row of items: a thought, a message, a call. Knows no engine and no HTTP.
+An answer is a list of items: reasoning, a message, calls. Knows no engine and no HTTP.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.text.tokenizer import Tokenizer
 
 _STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
-_ID_PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
+_ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
 class ResponseFormat(AnswerFormat):
-    """One answer. Of a stream it keeps the items so far and how many events there were."""
+    """One answer. For a stream it keeps the items and the number of events so far."""
 
     def __init__(
         self, response_id: str, model: str, body: ResponsesBody, parser: AnswerParser, tokenizer: Tokenizer
@@ -74,7 +74,7 @@ class ResponseFormat(AnswerFormat):
     def _changes(
         self, output: RequestOutput, entries: list[TokenLogprobs] | None
     ) -> Iterator[tuple[Change, Block, str, list[Json]]]:
-        """What `output` does to the items. Log-probabilities go with the text that its tokens have made visible."""
+        """Yield what `output` changes. Its log-probabilities go with the first text that it adds."""
         logprobs = logprob_entries(self._tokenizer, entries or [])
         for change, block, text in self._blocks.push(self._parser.push(output)):
             new: list[Json] = []
@@ -97,7 +97,7 @@ class ResponseFormat(AnswerFormat):
                 yield self._event("response.content_part.added", **part_at, part=_text_part("", []))
         elif change == "grown":
             match block.kind:
-                case "thought":
+                case "reasoning":
                     yield self._event("response.reasoning_text.delta", **part_at, delta=text)
                 case "text":
                     yield self._event("response.output_text.delta", **part_at, delta=text, logprobs=logprobs)
@@ -106,7 +106,7 @@ class ResponseFormat(AnswerFormat):
         else:
             item = self._item(block, end_status)
             match block.kind:
-                case "thought":
+                case "reasoning":
                     yield self._event("response.reasoning_text.done", **part_at, text=block.text)
                 case "text":
                     [part] = item["content"]
@@ -123,7 +123,7 @@ class ResponseFormat(AnswerFormat):
     def _item(self, block: Block, status: str) -> Json:
         item: Json = {"id": self._item_id(block), "status": status}
         match block.kind:
-            case "thought":
+            case "reasoning":
                 content = [{"type": "reasoning_text", "text": block.text}]
                 return {**item, "type": "reasoning", "summary": [], "content": content}
             case "text":
@@ -167,7 +167,7 @@ class ResponseFormat(AnswerFormat):
         }
 
     def _response(self, status: str) -> Json:
-        """The response without what was answered; with what was asked."""
+        """The response without an answer, with the settings that were asked for."""
         asked = self._body.model_dump(include=_REPEATED, mode="json", by_alias=True)
         return {
             "id": self._id,
@@ -193,7 +193,7 @@ class ResponseFormat(AnswerFormat):
         return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
 
 
-_DEFAULTS: Json = {  # of what is repeated, where it was not given
+_DEFAULTS: Json = {  # the settings that a response repeats, where the body left them out
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},

@@ -1,7 +1,7 @@
 """The body that SGLang's native /generate takes, for the clients and routers that speak it.
 
-Its fields have SGLang's names and defaults. What applies to single entries of a batch there (lists in place of
-`sampling_params`, `return_logprob` and the like) is refused here: one request, one set of parameters.
+Its fields have SGLang's names and defaults. SGLang also takes lists of `sampling_params`, `return_logprob` and the like
+for the single prompts of a batch; this server refuses them: one request, one set of parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SGLANG_FIELDS = frozenset({"text", "input_ids", "sampling_params"})  # a body wi
 
 
 def _one_or_none(value: Any) -> Any:
-    """SGLang's clients send an empty stop string where they have none."""
+    """None for an empty string, which SGLang's clients send where they have no stop string."""
     return None if value == "" else value
 
 

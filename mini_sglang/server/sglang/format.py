@@ -19,7 +19,7 @@ from mini_sglang.text.tokenizer import Tokenizer
 
 
 class SglangFormat(AnswerFormat):
-    """The answer to one request. Of a stream it keeps the text of each choice so far."""
+    """The answer to one request. For a stream it keeps the text of each choice so far."""
 
     def __init__(self, job: Job, body: SglangBody, tokenizer: Tokenizer) -> None:
         self._job = job
@@ -64,7 +64,7 @@ class SglangFormat(AnswerFormat):
         return self._named("output", entries)
 
     def _prompt_logprobs(self, index: int, output: RequestOutput) -> Json:
-        """Of the prompt from `logprob_start_len` on. Of its first token no probability is known."""
+        """The prompt's log-probabilities from `logprob_start_len` on. Its first token has none."""
         start = self._body.first_logprob
         if start is None or output.prompt_logprobs is None:
             return self._named("input", [])
@@ -80,7 +80,7 @@ class SglangFormat(AnswerFormat):
         return answer
 
     def _triples(self, entry: TokenLogprobs) -> list[list[Any]]:
-        """[log-probability, token id, text if it is asked for] of the token itself and of the alternatives."""
+        """[log-probability, token id, text if it is asked for] of a token, then of its alternatives."""
         logprobs: list[float | None] = [finite(logprob) for logprob in entry.logprobs]
         return [
             [logprob, token_id, self._text(token_id)]

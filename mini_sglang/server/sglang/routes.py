@@ -1,4 +1,4 @@
-"""What SGLang's own clients and router ask for beside the OpenAI routes: its form of /generate, and what it serves."""
+"""SGLang's form of /generate and its route about the model, for SGLang's own clients and router."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.answers.model_format import Dialect
+from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.answers.reasoning import REASONING_PARSERS
 from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
 from mini_sglang.server.bodies import Message, TemplateBody
@@ -42,12 +42,12 @@ def compiler(builtin_tokenizer: Tokenizer) -> GrammarCompiler:
 def fits(compiler: GrammarCompiler, builtin_tokenizer: Tokenizer) -> Fits:
     """`fits(text, parser, **fields of the body)` → whether an answer may be this text and nothing else."""
 
-    def fits(text: str, parser: str = "hermes", *, prompt: str = "", thought: str = "none", **fields: Any) -> bool:
-        config = ServerConfig(tool_call_parser=parser, reasoning_parser=thought)  # type: ignore[arg-type]
-        plan = Dialect.of(builtin_tokenizer, config).plan(
+    def fits(text: str, parser: str = "hermes", *, prompt: str = "", reasoning: str = "none", **fields: Any) -> bool:
+        config = ServerConfig(tool_call_parser=parser, reasoning_parser=reasoning)  # type: ignore[arg-type]
+        rules = ModelFormat.of(builtin_tokenizer, config).rules(
             TemplateBody(**fields), QUESTION, builtin_tokenizer.encode(prompt)
         )
-        params = plan.constrain(SamplingParams())
+        params = rules.constrain(SamplingParams())
         params.validate(builtin_tokenizer.vocab_size)
         if not params.is_constrained:
             return True
@@ -109,8 +109,8 @@ def test_strict_calls_among_free_text(fits: Fits, parser: str) -> None:
     assert fits(call.replace('"Lima"', "5"), parser, tools=[GET_TIME, ADD])
 
 
-def test_a_thought_that_the_prompt_has_opened_comes_before_the_call(fits: Fits) -> None:
-    fields = {"tools": [GET_TIME], "tool_choice": "required", "thought": "think", "prompt": "assistant\n<think>\n"}
+def test_reasoning_that_the_prompt_has_opened_comes_before_the_call(fits: Fits) -> None:
+    fields = {"tools": [GET_TIME], "tool_choice": "required", "reasoning": "think", "prompt": "assistant\n<think>\n"}
     assert fits(f"I need the time.</think>\n\n{HERMES_TIME}", **fields)
     assert not fits("I need the time.</think>\n\nIt is late.", **fields)
     assert fits(HERMES_TIME, **{**fields, "prompt": "assistant\n<think>\n\n</think>\n\n"})
@@ -126,16 +126,16 @@ def test_every_parser_can_be_named_by_its_option() -> None:
 
 
 def test_one_grammar_for_an_answer(builtin_tokenizer: Tokenizer) -> None:
-    plan = Dialect.of(builtin_tokenizer, ServerConfig()).plan(TemplateBody(tools=[GET_TIME]), QUESTION, [])
+    rules = ModelFormat.of(builtin_tokenizer, ServerConfig()).rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
     with pytest.raises(FieldError, match="regex cannot be combined with tools"):
-        plan.constrain(SamplingParams(regex="a+"))
+        rules.constrain(SamplingParams(regex="a+"))
 
 
 def test_tools_without_need_of_a_grammar_have_none(builtin_tokenizer: Tokenizer) -> None:
-    dialect = Dialect.of(builtin_tokenizer, ServerConfig())
+    model_format = ModelFormat.of(builtin_tokenizer, ServerConfig())
     for fields in ({}, {"tool_choice": "none"}, {"tool_choice": "auto", "parallel_tool_calls": False}):
-        plan = dialect.plan(TemplateBody(tools=[GET_TIME], **fields), QUESTION, [])
-        assert not plan.constrain(SamplingParams()).is_constrained
+        rules = model_format.rules(TemplateBody(tools=[GET_TIME], **fields), QUESTION, [])
+        assert not rules.constrain(SamplingParams()).is_constrained
 
 
 def test_markers_that_are_special_tokens_are_text_where_they_are_looked_for(builtin_tokenizer: Tokenizer) -> None:
@@ -144,7 +144,7 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_looked_for(buil
             return {"[TOOL_CALLS]": 3, "</think>": 4}.get(text)
 
     tokenizer = WithSpecialMarkers(builtin_tokenizer._tokenizer, builtin_tokenizer.eos_token_ids)
-    dialect = Dialect.of(tokenizer, ServerConfig(tool_call_parser="mistral", reasoning_parser="think"))
-    tools = dialect.plan(TemplateBody(tools=[GET_TIME]), QUESTION, [])
+    model_format = ModelFormat.of(tokenizer, ServerConfig(tool_call_parser="mistral", reasoning_parser="think"))
+    tools = model_format.rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
     assert tools.constrain(SamplingParams()).shown_special_ids == [3, 4]
-    assert dialect.plan(TemplateBody(), QUESTION, []).constrain(SamplingParams()).shown_special_ids == [4]
+    assert model_format.rules(TemplateBody(), QUESTION, []).constrain(SamplingParams()).shown_special_ids == [4]

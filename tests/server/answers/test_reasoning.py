@@ -1,4 +1,4 @@
-"""A thought is told from the answer however the text is cut into deltas."""
+"""Reasoning is told from the answer however the text is cut up."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_sglang.server.answers.deltas import Answer
-from mini_sglang.server.answers.reasoning import MISTRAL_THINK, THINK, ReasoningParser, opens_thought
+from mini_sglang.server.answers.reasoning import MISTRAL_THINK, THINK, ReasoningParser, opens_reasoning
 
 
-def parse(*deltas: str, inside: bool = False) -> tuple[str, str]:
+def parse(*parts: str, inside: bool = False) -> tuple[str, str]:
     """(reasoning, content)"""
     parser = ReasoningParser(THINK, inside=inside)
-    pieces = [piece for delta in deltas for piece in parser.push(delta)]
-    answer = Answer.of([*pieces, *parser.push("", final=True)])
+    deltas = [delta for part in parts for delta in parser.push(part)]
+    answer = Answer.of([*deltas, *parser.push("", final=True)])
     return answer.reasoning, answer.content
 
 
@@ -39,12 +39,12 @@ def parse(*deltas: str, inside: bool = False) -> tuple[str, str]:
         ("</think>Four.", True, "", "Four."),
     ],
 )
-def test_thought_and_answer(text: str, inside: bool, reasoning: str, content: str) -> None:
+def test_reasoning_and_answer(text: str, inside: bool, reasoning: str, content: str) -> None:
     assert parse(text, inside=inside) == (reasoning, content)
     assert parse(*text, inside=inside) == (reasoning, content)
 
 
-def test_a_thought_is_given_out_as_it_comes() -> None:
+def test_reasoning_is_given_out_as_it_comes() -> None:
     parser = ReasoningParser(THINK)
     assert Answer.of(parser.push("<think>\nTwo a")).reasoning == "Two a"
     assert Answer.of(parser.push("nd <")).reasoning == "nd"
@@ -52,7 +52,7 @@ def test_a_thought_is_given_out_as_it_comes() -> None:
     assert Answer.of(parser.push("</think>Fo")).content == "Fo"
 
 
-def test_the_characters_of_a_thought_are_counted_with_its_markers() -> None:
+def test_the_characters_of_reasoning_are_counted_with_its_markers() -> None:
     parser = ReasoningParser(THINK)
     for character in "<think>a</think>\n\nb":
         parser.push(character)
@@ -71,9 +71,9 @@ def test_the_characters_of_a_thought_are_counted_with_its_markers() -> None:
         ("<think>\nTwo", True),
     ],
 )
-def test_a_prompt_may_open_the_thought(prompt: str, expected: bool) -> None:
-    assert opens_thought(prompt, THINK) is expected
-    assert not opens_thought(prompt, MISTRAL_THINK)
+def test_a_prompt_may_open_the_reasoning(prompt: str, expected: bool) -> None:
+    assert opens_reasoning(prompt, THINK) is expected
+    assert not opens_reasoning(prompt, MISTRAL_THINK)
 
 
 FRAGMENTS = ["<think>", "</think>", "<thi", "nk>", "</", " ", "\n", "a", "<", "b c", "é"]

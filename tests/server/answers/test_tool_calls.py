@@ -30,10 +30,10 @@ def summary(answer: Answer) -> Summary:
     return answer.content, [(call.name, call.arguments) for call in answer.calls]
 
 
-def parse(notation: CallNotation, *deltas: str, **settings: Any) -> Summary:
+def parse(notation: CallNotation, *parts: str, **settings: Any) -> Summary:
     parser = ToolCallParser(notation, NAMES, **settings)
-    pieces = [piece for delta in deltas for piece in parser.push(delta)]
-    return summary(Answer.of([*pieces, *parser.push("", final=True)]))
+    deltas = [delta for part in parts for delta in parser.push(part)]
+    return summary(Answer.of([*deltas, *parser.push("", final=True)]))
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -138,10 +138,10 @@ def test_a_call_is_given_out_when_its_object_ends() -> None:
 )
 def test_eager_arguments_come_as_they_are_written(notation: CallNotation, text: str) -> None:
     parser = ToolCallParser(notation, NAMES, eager=True)
-    pieces = [piece for character in text for piece in parser.push(character)]
-    arguments = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+    deltas = [delta for character in text for delta in parser.push(character)]
+    arguments = [delta.text for delta in deltas if isinstance(delta, CallArguments)]
     assert len(arguments) == len("".join(arguments))
-    assert summary(Answer.of(pieces)) == ("", [TIME])
+    assert summary(Answer.of(deltas)) == ("", [TIME])
 
 
 def test_eager_arguments_that_are_cut_off_end_where_the_text_does() -> None:
@@ -218,5 +218,5 @@ def test_no_text_is_lost(text: str, name: str) -> None:
 def test_a_long_call_costs_time_in_proportion() -> None:
     parser = ToolCallParser(HERMES, NAMES)
     text = "<tool_call>" + call("add", text='{"<\\' * 25_000) + "</tool_call>"
-    pieces = [piece for start in range(0, len(text), 4) for piece in parser.push(text[start : start + 4])]
-    assert len(Answer.of(pieces).calls[0].arguments) > 100_000
+    deltas = [delta for start in range(0, len(text), 4) for delta in parser.push(text[start : start + 4])]
+    assert len(Answer.of(deltas).calls[0].arguments) > 100_000
