@@ -1,4 +1,4 @@
-"""What a model asks of a device: matrix products, with norm, gate or residual around them, and the steps between them.
+"""What a model asks of a device: matrix products (with norm, gate or residual), and the operations between them.
 
 A model gets one `Kernels` object and does not know which device it runs on. `torch_kernels.py` defines in PyTorch what
 each method computes; `cpu/kernels.py` and `triton/kernels.py` compute the same faster.

@@ -174,8 +174,8 @@ def connect_gpus(
     """Join the other ranks through `store`, on the current device; waits for all of them.
 
     Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new. With `symm_mem` small tensors
-    are summed through symmetric memory if the GPUs, all of one node, can access each other's. With `deterministic` the
-    bits of a sum depend on its terms alone, not on what else is summed with it.
+    are summed through symmetric memory if the GPUs, all of one node, can access each other's memory. With
+    `deterministic` the bits of a sum depend on its terms alone, not on what else is summed with it.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     options = _c10d.ProcessGroupNCCL.Options()

@@ -1,4 +1,4 @@
-"""`attention_backend` names what exists, and says what is missing where it cannot be had."""
+"""`attention_backend` names the backends that exist; a backend that cannot run here says what it lacks."""
 
 from __future__ import annotations
 

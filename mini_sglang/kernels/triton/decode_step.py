@@ -105,7 +105,7 @@ def update_page_table(ring: torch.Tensor, step_count: torch.Tensor, page_table: 
 
 
 def update_page_table_reference(ring: torch.Tensor, step_count: torch.Tensor, page_table: torch.Tensor) -> None:
-    """The twin of `take_pages`."""
+    """The twin of `update_page_table`."""
     entry = ring[step_count % len(ring)].squeeze(0)
     number, capacity = int(entry[0]), (len(entry) - 1) // 2
     places, page_ids = entry[1:].view(2, capacity)[:, :number].to(page_table.device)
@@ -135,7 +135,7 @@ def write_tokens(token_ids: torch.Tensor, step_count: torch.Tensor, ring: torch.
 
 
 def write_tokens_reference(token_ids: torch.Tensor, step_count: torch.Tensor, ring: torch.Tensor) -> None:
-    """The twin of `leave_tokens`."""
+    """The twin of `write_tokens`."""
     ring[(int(step_count) - 1) % len(ring), : len(token_ids)] = token_ids.cpu()
 
 

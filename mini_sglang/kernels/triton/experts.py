@@ -1,4 +1,4 @@
-"""The grouped matrix products of a mixture of experts: each token meets the weights of its own experts, and no others.
+"""The grouped matrix products of a mixture of experts: each token is multiplied with its own experts' weights only.
 
 A program computes a tile: rows that chose one expert, times some of its columns. `routing.py` lists the tiles on the
 device, and the grid has room for as many as there can be, so a step can be captured in a CUDA graph whatever is chosen;
@@ -116,7 +116,7 @@ def experts_reference(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """The twin of `experts`, in float64, one expert after the other; it leaves `residual` as it is."""
+    """The twin of `experts`, in float64, one expert after another; it leaves `residual` as it is."""
     out = residual.double()
     for expert in ids.unique().tolist():
         tokens, places = (ids == expert).nonzero(as_tuple=True)

@@ -21,7 +21,7 @@ import triton.language as tl
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _BLOCK = 512  # words of 4 bytes that a program sends or adds up at a time
-_PROGRAMS = 528  # at most: all are on the GPU at once, and only so many poll for the others' words
+_PROGRAMS = 528  # at most: all are on the GPU at once, and they are few that poll for the others' words
 
 
 def one_shot_all_reduce(

@@ -18,7 +18,7 @@ Flash-Decoding, 2023).
 
 With `max_splits` 1 rows are not cut, so that the order of additions depends on no other row, and the kernel computes
 prompts too: an item holds up to 16 // group consecutive tokens of a row (tile row i is token i // group, head i %
-group), each of which sees one position more than the token before it. A block of positions behind a token's own leaves
+group), each of which sees one position more than the token before it. A block of positions after a token's own leaves
 its sums as they are, so a token has the same bits whichever item it is in, decoded alone or as part of any chunk.
 """
 

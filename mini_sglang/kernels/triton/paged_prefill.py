@@ -221,7 +221,7 @@ def _prefill_kernel(
     q_tile = tl.load(q + (places * q_stride + head_offsets)[:, None] + dims[None, :], mask=mask, other=0.0)
 
     limits = start + tl.minimum(token, count - 1)  # the last position each query sees; spare rows copy a real one
-    end = start + tl.minimum(first + TOKENS, count)  # behind the last position that any query sees
+    end = start + tl.minimum(first + TOKENS, count)  # one after the last position that any query sees
     unmasked = (start + first + 1) // BLOCK * BLOCK  # up to here every query sees everything
     begin = start * 0
     if WINDOW > 0:
@@ -298,7 +298,7 @@ def _attend(
                 visible = visible & (positions[None, :] > limits[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-        # behind a window a query may have seen nothing yet, and -inf - -inf is NaN
+        # before its window a query has seen nothing yet, and -inf - -inf is NaN
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if WINDOW > 0 else new_highest
         weights = tl.exp2(scores * scale_log2 - base[:, None])
         decay = tl.exp2(highest - base)

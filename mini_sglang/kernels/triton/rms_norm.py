@@ -30,6 +30,7 @@ def rms_norm(
 
     `partials` [P, rows, size] float32, contiguous, are added to x first, in place.
     `prefetch` [N, K] contiguous: the weight that is needed next.
+    Raises ValueError if the elements of a row are not contiguous.
     """
     rows, size = x.shape
     if x.stride(1) != 1:

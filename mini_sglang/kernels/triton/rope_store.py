@@ -37,7 +37,7 @@ def rope_store(
     qkv [T, (heads + 2 * kv_heads) * head_dim] contiguous: q, k, v; positions [T] int32 or int64; cells [T] likewise:
     page id * page_size + offset; cos, sin [context, head_dim / 2] of any float dtype; keys, values [num_cells,
     kv_heads, head_dim] contiguous, of the pool's dtype (float8_e4m3fn saturates at ±448); q_norm, k_norm [head_dim].
-    Computed in float32, rounded once.
+    Computed in float32, rounded once. Raises ValueError for other layouts.
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads

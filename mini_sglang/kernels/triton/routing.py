@@ -29,10 +29,10 @@ class SortedChoices(NamedTuple):
 
 
 def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the `top_k` experts of each token by a softmax over all: the largest first, of equals the earlier.
+    """Choose the `top_k` experts of each token by a softmax over all of them, the largest first, equals by index.
 
     logits [T, experts] contiguous -> ids [T, k] int32 and weights [T, k] float32; with `normalize` a row's weights add
-    up to 1. Raises ValueError for a `top_k` above the number of experts.
+    up to 1. Raises ValueError for a `top_k` above the number of experts, and for strided logits.
     """
     tokens, experts = logits.shape
     if top_k > experts:

@@ -145,7 +145,7 @@ def _race_kernel(
     """One program finds the winners of consecutive blocks of a row, skipping blocks that cannot hold the row's winner.
 
     A block's scores and mass are relative to its largest logit, so that no temperature overflows and no bit depends on
-    how many programs share a row. To skip a block takes two instructions per token instead of two logarithms: a time
+    how many programs share a row. Skipping a block takes two instructions per token instead of two logarithms: a time
     -log(1 - u) is at least u, so a token whose u is too large to beat the best score so far has lost.
     """
     row, first_block = tl.program_id(0).to(tl.int64), tl.program_id(1) * blocks_per_program
@@ -465,7 +465,7 @@ def _kth_largest(
 
 @triton.jit
 def _read(logits, counts, token, valid, repetition, presence, frequency):
-    """float32 logits of one row's tokens after the penalties; -inf where not `there`. The pointers are the row's."""
+    """float32 logits of one row's tokens after the penalties; -inf where not `valid`. The pointers are the row's."""
     x = tl.load(logits + token, mask=valid, other=-float("inf")).to(tl.float32)
     if _is_penalised(repetition, presence, frequency):
         count = tl.load(counts + token, mask=valid, other=0).to(tl.int32)

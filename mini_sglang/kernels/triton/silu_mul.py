@@ -21,7 +21,7 @@ _BLOCK = 1024
 def silu_mul(gate_up: torch.Tensor, *, prefetch: torch.Tensor | None = None) -> torch.Tensor:
     """gate_up [rows, 2 * size] contiguous, gate first -> silu(gate) * up [rows, size], computed in float32
 
-    `prefetch` [N, K] contiguous: the weight that is needed next.
+    `prefetch` [N, K] contiguous: the weight that is needed next. Raises ValueError if gate_up is not contiguous.
     """
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")

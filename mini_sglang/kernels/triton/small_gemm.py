@@ -7,8 +7,8 @@ product may gain from that too, when the library computes both halves of K at on
 on the number of rows.
 
 On an H200 in bfloat16, a layer of Qwen3-0.6B without attention took 32.5, 34.2, 36.0 and 39.7 µs for 16, 64, 128 and
-256 rows by the library alone, and takes 23.9, 25.3, 27.2 and 33.4. Out and down of Qwen3-8B with the norms behind them
-took 44.5, 59.4, 64.4 and 68.0 µs for 4, 160, 192 and 256 rows, and take 42.5, 53.1, 55.1 and 63.2.
+256 rows with the library alone, and takes 23.9, 25.3, 27.2 and 33.4. The out and down projections of Qwen3-8B with the
+norms after them took 44.5, 59.4, 64.4 and 68.0 µs for 4, 160, 192 and 256 rows, and take 42.5, 53.1, 55.1 and 63.2.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def gated_tile(rows: int, weight: torch.Tensor) -> MatmulTile | None:
 def split_k_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """Partial sums of x [rows, K] times weight [n, K] -> [splits, rows, n] float32, or None if split-K is slower.
 
-    Our kernel computes it if the weight is narrow, so that two programs for each multiprocessor of an H100 have short
-    ways along K; with fewer rows than a tile has, it reads at a lower rate. The library computes it where it would use
-    too little of the device for the whole of K.
+    Our kernel computes them if the weight is narrow, so that two programs for each multiprocessor of an H100 take few
+    steps along K; it reads at a lower rate if there are fewer rows than a tile has. The library computes them, in two
+    halves, where the whole of K would leave it too little to do at once.
     """
     rows = len(x)
     columns, depth = weight.shape
