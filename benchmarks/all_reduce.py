@@ -34,13 +34,13 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    parallel = connect_gpus(store, rank, size, torch.bfloat16, name="all_reduce", direct=True)
+    parallel = connect_gpus(store, rank, size, torch.bfloat16, name="all_reduce", symm_mem=True)
     collectives = parallel._collectives
     assert collectives is not None
-    direct, collectives._direct = collectives._direct, None
-    sums: dict[str, Sum] = {"NCCL": collectives.sum}
-    if direct is not None:
-        sums["direct"] = direct.sum
+    symm_mem, collectives._symm_mem = collectives._symm_mem, None
+    sums: dict[str, Sum] = {"NCCL": collectives.all_reduce}
+    if symm_mem is not None:
+        sums["direct"] = symm_mem.all_reduce
     ways = [f"{name}{residual}" for name in sums for residual in ("", " + residual")]
     table = Table("rows", "KiB", *(f"{way}, us" for way in ways), title=f"{size} GPUs, {HIDDEN} bfloat16")
     figures: dict[int, dict[str, float]] = {}  # rows -> way -> microseconds
@@ -48,7 +48,7 @@ def main() -> None:
         x = torch.full((rows, HIDDEN), rank + 1.0, dtype=torch.bfloat16, device="cuda")
         times = figures[rows] = {}
         for name, add_up in sums.items():
-            if name == "NCCL" or direct is None or direct.takes(x):
+            if name == "NCCL" or symm_mem is None or symm_mem.supports(x):
                 times[name] = _microseconds(add_up, x, None, size)
                 times[f"{name} + residual"] = _microseconds(add_up, x, torch.ones_like(x), size)
         table.add_row(str(rows), str(x.nbytes >> 10), *(f"{times[way]:.1f}" if way in times else "" for way in ways))

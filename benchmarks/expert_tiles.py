@@ -24,11 +24,11 @@ from mini_sglang.kernels.triton.experts import (
     UNSORTED_TOKENS,
     ExpertTile,
     combine,
-    expert_product,
     expert_tile,
+    grouped_matmul,
     tile_rows,
 )
-from mini_sglang.kernels.triton.routing import ExpertOrder, route, sort_by_expert
+from mini_sglang.kernels.triton.routing import SortedChoices, route, sort_by_expert
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.model_config import load_model_config
@@ -46,7 +46,7 @@ SHARED_BYTES = 227 << 10  # of a multiprocessor of an H100
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 CALLS = 4  # of each graph, with choices of their own
 
-Product = Callable[[torch.Tensor, ExpertOrder | None, ExpertTile], object]
+Matmul = Callable[[torch.Tensor, SortedChoices | None, ExpertTile], object]
 
 
 def variants(rows: int) -> Iterator[ExpertTile]:
@@ -58,10 +58,10 @@ def variants(rows: int) -> Iterator[ExpertTile]:
                     yield dataclasses.replace(tile, num_stages=stages, num_warps=warps)
 
 
-def seconds(product: Product, chosen: list[torch.Tensor], experts: int, tile: ExpertTile) -> float:
+def seconds(matmul: Matmul, chosen: list[torch.Tensor], experts: int, tile: ExpertTile) -> float:
     tokens = len(chosen[0])
-    orders = [sort_by_expert(ids, experts, tile.rows) if tokens > UNSORTED_TOKENS else None for ids in chosen]
-    calls = [partial(product, ids, order, tile) for ids, order in zip(chosen, orders, strict=True)]
+    all_sorted = [sort_by_expert(ids, experts, tile.rows) if tokens > UNSORTED_TOKENS else None for ids in chosen]
+    calls = [partial(matmul, ids, sorted_choices, tile) for ids, sorted_choices in zip(chosen, all_sorted, strict=True)]
     return seconds_in_graph(calls, DEVICE)
 
 
@@ -93,21 +93,24 @@ def measure(model: ModelConfig, tokens: int) -> None:
     times = ", ".join(f"{name} {seconds_in_graph(calls, DEVICE) * 1e6:.1f} us" for name, calls in small.items())
     print(f"{tokens} tokens: {times}", flush=True)
     touched = sum(ids.unique().numel() for ids in chosen) / CALLS
-    products: dict[str, tuple[Product, int]] = {
+    matmuls: dict[str, tuple[Matmul, int]] = {
         "gate_up": (
-            lambda ids, order, tile: expert_product(x, gate_up, ids, order, tile, gated=True),
+            lambda ids, sorted_choices, tile: grouped_matmul(x, gate_up, ids, sorted_choices, tile, gated=True),
             2 * size * hidden,
         ),
-        "down": (lambda ids, order, tile: expert_product(gated, down, ids, order, tile, gated=False), size * hidden),
+        "down": (
+            lambda ids, sorted_choices, tile: grouped_matmul(gated, down, ids, sorted_choices, tile, gated=False),
+            size * hidden,
+        ),
     }
-    for name, (product, each) in products.items():
+    for name, (matmul, each) in matmuls.items():
         num_bytes, flops = round(touched * each) * 2, 2 * tokens * top_k * each
         picked = expert_tile(rows, tokens * top_k, experts, each // (hidden if name == "gate_up" else size), DTYPE)
-        print(f"  {name:8} picked  {line(picked, seconds(product, chosen, experts, picked), num_bytes, flops)}")
+        print(f"  {name:8} picked  {line(picked, seconds(matmul, chosen, experts, picked), num_bytes, flops)}")
         found: list[tuple[float, ExpertTile]] = []
         for tile in variants(rows):
             try:
-                found.append((seconds(product, chosen, experts, tile), tile))
+                found.append((seconds(matmul, chosen, experts, tile), tile))
             except OutOfResources:
                 continue
         for time, tile in sorted(found, key=lambda pair: pair[0])[:4]:

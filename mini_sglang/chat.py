@@ -35,16 +35,16 @@ Ctrl-C stops an answer."""
 
 @dataclass(frozen=True)
 class TurnStats:
-    """How one answer, or several together, went. Times are in seconds."""
+    """How one answer went, or several together. Times are in seconds."""
 
     usage: Usage
     time_to_first_token: float
     decode_steps: int  # tokens after the first
-    decode_time: float  # what they took
+    decode_time: float  # of these steps
 
     @classmethod
     def of_all(cls, turns: list[TurnStats]) -> TurnStats:
-        """Sums, but for the time to the first token, which is the mean."""
+        """The sums of several answers; the time to the first token is their mean."""
         usage = Usage(
             prompt_tokens=sum(turn.usage.prompt_tokens for turn in turns),
             completion_tokens=sum(turn.usage.completion_tokens for turn in turns),
@@ -73,7 +73,7 @@ class Conversation:
         self.turns = []
 
     def send(self, text: str) -> Generator[str, None, None]:
-        """Add a user message and yield the answer in pieces; what was yielded of it becomes part of the conversation.
+        """Add a user message and yield the answer in pieces; what was yielded becomes part of the conversation.
 
         Raises ValueError when the conversation no longer fits the model, and RuntimeError when the engine failed; both
         leave the conversation as it was.
@@ -81,7 +81,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         start = time.perf_counter()
         arrivals: list[float] = []  # of the first token and of the latest
-        pieces: list[str] = []
+        deltas: list[str] = []
         output: RequestOutput | None = None
         stream = self.llm.stream_chat(self.messages, self.params)
         try:
@@ -89,7 +89,7 @@ class Conversation:
                 if output.num_new_tokens:
                     arrivals = [*arrivals[:1], time.perf_counter()]
                 if output.text_delta:
-                    pieces.append(output.text_delta)
+                    deltas.append(output.text_delta)
                     yield output.text_delta
                 if output.error is not None:
                     raise RuntimeError(output.error)
@@ -98,14 +98,17 @@ class Conversation:
             if output is None or output.error is not None or not arrivals:
                 self.messages.pop()
             else:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+                self.messages.append({"role": "assistant", "content": "".join(deltas)})
                 first, last = arrivals[0], arrivals[-1]
                 steps = output.usage.completion_tokens - 1
                 self.turns.append(TurnStats(output.usage, first - start, steps, last - first))
 
 
 def run_shell(llm: LLM, params: SamplingParams, *, system: str | None = None, stdin: TextIO | None = None) -> int:
-    """Converse until the input ends; returns the exit status. A `stdin` that is no terminal is read line by line."""
+    """Read and answer messages until the input ends; returns the exit status.
+
+    A `stdin` that is not a terminal is read line by line.
+    """
     stdin = sys.stdin if stdin is None else stdin
     interactive = stdin.isatty() and sys.stdout.isatty()
     shell = Shell(Conversation(llm, params, system), Console(highlight=False))
@@ -136,8 +139,8 @@ class Shell:
         """Stream the answer to the screen. Ctrl-C ends it there; the part shown stays in the conversation."""
         answer = self.conversation.send(text)
         try:
-            for piece in answer:
-                self._write(piece)
+            for delta in answer:
+                self._write(delta)
             self._write("\n")
         except KeyboardInterrupt:
             answer.close()
@@ -164,7 +167,7 @@ class Shell:
         elif name == "/help":
             self._write(f"{HELP}\n")
         else:
-            self._write(f"{name} is no command; /help lists them\n")
+            self._write(f"{name} is not a command; /help lists them\n")
 
     def _stats(self) -> Table:
         table = Table("", "last answer", "conversation", box=None, header_style="dim")
@@ -178,7 +181,7 @@ class Shell:
         return table
 
     def _write(self, text: str) -> None:
-        """Text as it is: nothing in it is markup, and it is on the screen at once."""
+        """Write text as it is, without markup, and show it at once."""
         self.console.file.write(text)
         self.console.file.flush()
 

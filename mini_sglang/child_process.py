@@ -1,4 +1,7 @@
-"""A process whose end is the business of the one that started it."""
+"""What a child process does so that it ends when its parent says so, and not later than its parent.
+
+It knows neither what the process computes nor who starts it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,6 @@ def die_with_parent() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore SIGINT and SIGTERM, which may reach the whole group: the parent decides what they mean."""
+    """Ignore SIGINT and SIGTERM, which may reach the whole process group: the parent decides what they mean."""
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)

@@ -136,7 +136,7 @@ class Engine:
             if output.finish_reason is not None:
                 self._arrived_s.pop(output.request_id, None)
         if self._observer is not None:
-            self._observer.gave(outputs.others)
+            self._observer.emitted(outputs.others)
         return outputs
 
     def _launch_and_read(self) -> StepOutputs:

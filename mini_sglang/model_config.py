@@ -1,7 +1,7 @@
-"""The shape of a model: what a checkpoint's config says, in one vocabulary for every family and file format.
+"""The shape of a model: what a checkpoint's config says, in one vocabulary for all families and file formats.
 
-Plain numbers and switches, checked where they are read, so that no later layer meets a setting it would have to ignore.
-It knows no tensors and no files: `weights/hf_config.py` and `weights/gguf_config.py` read those.
+Plain numbers and switches, checked where they are read, so that no later layer meets a setting that it would have to
+ignore. It knows no tensors and no files: `weights/hf_config.py` and `weights/gguf_config.py` read those.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context. Fields a kind does not use keep their default.
+    """How rotary frequencies are stretched beyond the trained context. Fields not used by a kind keep their default.
 
     Definitions: `linear` divides positions by `factor`; `llama3` as in Meta's Llama 3.1 release; `yarn` as in
     Peng et al., "YaRN" (arXiv 2309.00071), with transformers' field names.
@@ -29,12 +29,15 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The routed feed-forward layers of a mixture of experts. Raises ValueError for sizes that do not fit."""
+    """The routed feed-forward layers of a mixture of experts.
+
+    Raises ValueError if a token needs more experts than there are.
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int  # of one expert
-    normalize_weights: bool  # the weights of a token's chosen experts sum up to 1
+    normalize_weights: bool  # the weights of a token's chosen experts add up to 1
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP of the model's `intermediate_size` instead
 
     def __post_init__(self) -> None:
@@ -46,7 +49,7 @@ class ExpertsConfig:
 class ModelConfig:
     """Sizes and switches of a decoder-only transformer, as read from config.json or GGUF metadata.
 
-    Raises ValueError when sizes do not fit each other, naming the field.
+    Raises ValueError, naming the field, when sizes do not fit each other.
     """
 
     architecture: str  # key of ARCHITECTURES: "llama", "qwen3_moe", ...
@@ -65,8 +68,8 @@ class ModelConfig:
     attention_bias: bool = False  # bias on q, k and v (Qwen2)
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None  # every layer's tokens see so many positions, their own included; None: all
-    unrotated_layers: frozenset[int] = frozenset()  # attend without positions (SmolLM3)
+    sliding_window: int | None = None  # positions that a token sees in each layer, its own included; None: all
+    unrotated_layers: frozenset[int] = frozenset()  # layers without rotary embedding (SmolLM3)
     experts: ExpertsConfig | None = None  # None: every layer has one MLP
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -96,7 +99,7 @@ _SIZES = (
 
 
 def stretched_length(trained_length: int, scaling: RopeScaling | None) -> int:
-    """The usable context. Checkpoints with yarn often keep the short length in `max_position_embeddings`."""
+    """The usable context length. Checkpoints with yarn often keep the trained length in `max_position_embeddings`."""
     if scaling is None or scaling.kind != "yarn":
         return trained_length
     return max(trained_length, int(scaling.original_context_length * scaling.factor))

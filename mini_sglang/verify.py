@@ -1,7 +1,8 @@
 """`mini-sglang verify MODEL`: the same prompts here and in transformers, greedy, float32, compared token for token.
 
-Ours runs all prompts in one batch, transformers one after the other without any of our code. A GGUF file reaches it as
-a model object filled from our dequantised tensors, since its own GGUF loading is slow and gets tokenizers wrong.
+The engine runs all prompts in one batch, transformers one after the other without any of our code. A GGUF file reaches
+transformers as a model filled with our dequantised tensors, since its own GGUF loading is slow and gets tokenizers
+wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PROMPTS = {
     "long": "The quick brown fox jumps over the lazy dog. " * 60 + "The quick",  # more than one step's token budget
 }
 
-# The contract prompt's first 20 greedy tokens as transformers gave them once, by the last part of a model's name
+# The contract prompt's first 20 greedy tokens, recorded from transformers, by the last part of a model's name
 CONTRACT_IDS = {
     "smollm2-135m": [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216],
     "qwen3-8b": [12095, 13, 576, 6722, 315, 9625, 374] * 2 + [12095, 13, 576, 6722, 315, 9625],
@@ -72,7 +73,7 @@ def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable
     """
     source = find_model(config)
     context_length = config.context_length or load_model_config(source).context_length
-    longest = context_length - max_tokens  # small models take beginnings of long prompts
+    longest = context_length - max_tokens  # a small model gets the beginnings of long prompts
     if longest < 1:
         raise ValueError(f"max_tokens must be below the context length {context_length}, got {max_tokens}")
     tokenizer = load_tokenizer(source)
@@ -83,7 +84,7 @@ def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable
         for line in _describe(comparison, tokenizer):
             report(line)
         if comparison.name == "capital":
-            equal &= _as_recorded(config.model, comparison.our_ids, report)
+            equal &= _equals_recorded(config.model, comparison.our_ids, report)
     report(f"{config.model}: {'equal to transformers on all prompts' if equal else 'DIFFERENT, see above'}")
     return equal
 
@@ -91,7 +92,7 @@ def verify_model(config: EngineConfig, *, max_tokens: int = 20, report: Callable
 def compare(
     config: EngineConfig, source: ModelSource, prompts: dict[str, list[int]], max_tokens: int
 ) -> list[Comparison]:
-    """Continue every prompt (token ids) by `max_tokens` greedy tokens, end tokens ignored, on a CPU in float32."""
+    """Continue every prompt (token ids) by `max_tokens` greedy tokens on a CPU in float32; end tokens are ignored."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     config = config.replace(device="cpu", dtype="float32", weights="dense")
     with LLM(**dataclasses.asdict(config)) as llm:
@@ -121,8 +122,8 @@ def load_reference(source: ModelSource) -> Any:
 
 @torch.inference_mode()
 def reference_greedy(model: Any, prompt_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-    """Greedy ids, and at each of them by how much the best logit leads the second."""
-    model.generation_config = GenerationConfig()  # the checkpoint's may bring penalties and end tokens
+    """transformers' greedy ids, and at each of them by how much the best logit leads the second."""
+    model.generation_config = GenerationConfig()  # the checkpoint's may have penalties and end tokens
     output = model.generate(
         torch.tensor([prompt_ids]),  # [1, tokens] int64
         attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64),
@@ -136,7 +137,7 @@ def reference_greedy(model: Any, prompt_ids: list[int], max_tokens: int) -> tupl
 
 
 def _tokenizers_agree(source: ModelSource, tokenizer: Tokenizer, report: Callable[[str], object]) -> bool:
-    """Whether transformers' tokenizer gives the same prompt ids. There is none to ask for a GGUF file."""
+    """Whether transformers' tokenizer gives the same prompt ids. For a GGUF file transformers has none to compare."""
     if source.kind == "gguf":
         return True
     reference = AutoTokenizer.from_pretrained(source.path)
@@ -149,8 +150,8 @@ def _tokenizers_agree(source: ModelSource, tokenizer: Tokenizer, report: Callabl
     return equal
 
 
-def _as_recorded(model: str, our_ids: list[int], report: Callable[[str], object]) -> bool:
-    """Whether the contract prompt's tokens are the recorded ones, for models of which there are any."""
+def _equals_recorded(model: str, our_ids: list[int], report: Callable[[str], object]) -> bool:
+    """Whether the contract prompt's tokens are the recorded ones; True for a model without a record."""
     recorded = CONTRACT_IDS.get(Path(model).name.lower())
     if recorded is None:
         return True
@@ -225,7 +226,7 @@ def _hf_config(config: ModelConfig) -> Any:
 
 
 def _hf_experts(experts: ExpertsConfig | None) -> dict[str, Any]:
-    """Under the names of Mixtral and of Qwen3-MoE: each takes its own for a setting, and the others for notes."""
+    """Settings under Mixtral's and Qwen3-MoE's names: each reads its own, and keeps the others as unused attributes."""
     if experts is None:
         return {}
     return {

@@ -90,7 +90,7 @@ def test_commands(shell: Shell) -> None:
     shell.command("/system")
     assert "You are a pirate.\n" in screen_of(shell)
     shell.command("/nonsense")
-    assert "/nonsense is no command" in screen_of(shell)
+    assert "/nonsense is not a command" in screen_of(shell)
     shell.command("/help")
     assert "Ctrl-C stops an answer" in screen_of(shell)
 
@@ -113,7 +113,7 @@ def test_piped_input_is_answered_line_by_line(llm: LLM, capsys: pytest.CaptureFi
     lines = "What is the capital\\\nof France?\n\n/nonsense\n/exit\nnever read\n"
     status = run_shell(llm, SamplingParams(temperature=0, max_tokens=8), stdin=io.StringIO(lines))
     assert status == 0
-    assert capsys.readouterr().out == "The capital of France is Paris.\n/nonsense is no command; /help lists them\n"
+    assert capsys.readouterr().out == "The capital of France is Paris.\n/nonsense is not a command; /help lists them\n"
 
 
 @pytest.fixture

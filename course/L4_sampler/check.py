@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mini_sglang.execution.sampler import SamplingBatch, sample
-from mini_sglang.kernels.noise import exponential_times, row_keys
+from mini_sglang.kernels.noise import exponential_noise, row_keys
 from mini_sglang.learn.checking import expect, expect_close, guards
 from mini_sglang.sampling_params import SamplingParams
 
@@ -47,7 +47,7 @@ def log(probabilities: list[float]) -> torch.Tensor:
 
 def test_a_race_has_a_time_for_each_token_in_each_row() -> None:
     token_ids, keys = torch.arange(3, dtype=torch.int32), row_keys([7, 8], [0, 1], CPU)
-    times = exponential_times(token_ids, keys)
+    times = exponential_noise(token_ids, keys)
     expect(
         (tuple(times.shape), times.dtype),
         ((2, 3), torch.float32),
@@ -55,7 +55,7 @@ def test_a_race_has_a_time_for_each_token_in_each_row() -> None:
         read="L4: Noise that is a function",
     )
     expect(
-        tuple(exponential_times(token_ids.repeat(2, 1), keys).shape),
+        tuple(exponential_noise(token_ids.repeat(2, 1), keys).shape),
         (2, 3),
         "shape of the times where each of the 2 rows names its own 3 tokens",
         read="L4: Noise that is a function",
@@ -124,7 +124,7 @@ def test_neighbouring_seeds_are_strangers() -> None:
 @guards("noise-of-zero")
 def test_no_token_finishes_its_race_in_no_time() -> None:
     # of this token the hash has nearly all bits set, which a float32 rounds up to 1
-    times = exponential_times(torch.tensor([2209], dtype=torch.int32), row_keys([12], [28], CPU))
+    times = exponential_noise(torch.tensor([2209], dtype=torch.int32), row_keys([12], [28], CPU))
     expect(
         times.item() > 0,
         True,
@@ -302,7 +302,7 @@ def test_a_seed_means_the_same_as_in_the_kernels_of_a_gpu() -> None:
     where = "seed 42 at position 37"
     expect(keys.tolist(), [-2052453273], f"key of {where}", invariant=rule, read="L4: Noise that is a function")
     expect_close(
-        exponential_times(torch.arange(3, dtype=torch.int32), keys)[0],
+        exponential_noise(torch.arange(3, dtype=torch.int32), keys)[0],
         [0.347107, 1.375177, 0.0386083],
         f"times of tokens 0, 1, 2 in the race of {where}",
         invariant=rule,

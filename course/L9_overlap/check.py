@@ -363,11 +363,11 @@ class RecordedGraphs(StepGraphs):
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     """Graphs for up to 6 rows, idle slot 99, whose step gives back the slots that it computes."""
     from mini_sglang.execution import pinned_ring  # needs Triton
-    from mini_sglang.kernels.triton.decode_step import leave_tokens_reference, take_pages_reference
+    from mini_sglang.kernels.triton.decode_step import update_page_table_reference, write_tokens_reference
 
     monkeypatch.setattr(cuda_graph, "StepGraphs", RecordedGraphs)
-    monkeypatch.setattr(pinned_ring, "take_pages", take_pages_reference)
-    monkeypatch.setattr(pinned_ring, "leave_tokens", leave_tokens_reference)
+    monkeypatch.setattr(pinned_ring, "update_page_table", update_page_table_reference)
+    monkeypatch.setattr(pinned_ring, "write_tokens", write_tokens_reference)
     ring = pinned_ring.PinnedRing(small_table(CPU).page_table, 6)
     graphs = DecodeGraphs(lambda slots: GraphStep(slots, slots), ring, 99, None)
     graphs._graphs.first_kernel = graphs._ring.take  # type: ignore[attr-defined]

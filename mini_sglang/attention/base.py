@@ -1,7 +1,7 @@
-"""What an attention backend is: plan once per step, run once per layer. Knows no model.
+"""What an attention backend is: it plans once per step and runs once per layer.
 
-A plan is given to the layers and is all they see: where the step's keys and values go, and how queries attend to what
-is there.
+A plan is all that the layers see of it: where the step's keys and values go, and how queries attend to what is there.
+`select.py` chooses the backends. This module knows no model and no kernel.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mini_sglang.kernels.interface import KVCells
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Which tokens a step computes and where their keys and values lie. R rows, T tokens in row order."""
+    """Which tokens a step computes, and where their keys and values are. R rows, T tokens in row order."""
 
     starts: list[int]  # R: position of each row's first token in this step
     counts: list[int]  # R: tokens of each row in this step
     page_table: torch.Tensor  # [R, max pages] int64: page ids of each row
-    cells: torch.Tensor  # [T] int64: place in the pool (page id * page_size + offset) of each token
+    cells: torch.Tensor  # [T] int64: each token's place in the pool, page id * page_size + offset
 
 
 class AttentionPlan(Protocol):
     """The attention of one step."""
 
     def target(self, layer: int) -> KVCells:
-        """Where the keys and values of the step's tokens have to lie before `attend` of that layer."""
+        """Where the keys and values of the step's tokens must be stored before `attend` of that layer."""
         ...
 
     def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
@@ -43,16 +43,16 @@ class AttentionBackend(Protocol):
     """Makes plans over one KV pool."""
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
-        """The plan of any step. It may be made on the host, so it cannot lie in a CUDA graph."""
+        """Plan any step. It may plan on the host, so a CUDA graph cannot capture it."""
         ...
 
 
 @runtime_checkable
 class DecodeGraphBackend(AttentionBackend, Protocol):
-    """A backend whose decode steps can lie in CUDA graphs: it plans them from device tensors alone."""
+    """A backend whose decode steps can be captured in CUDA graphs: it plans them from device tensors alone."""
 
     def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> AttentionPlan:
-        """The plan of a step with one token per row.
+        """Plan a step with one token per row.
 
         page_table [R, pages], cells [R] int64; lengths [R] int32: tokens that each row sees, its own included.
         """
@@ -63,10 +63,10 @@ class DecodeGraphBackend(AttentionBackend, Protocol):
 class PrefillGraphBackend(AttentionBackend, Protocol):
     """A backend that can plan any step inside a CUDA graph.
 
-    Prompts that reach beyond `short_prompt` positions compute faster as `plan` plans them.
+    Steps with a row of more than `max_graph_context` positions compute faster as `plan` plans them.
     """
 
-    short_prompt: int
+    max_graph_context: int  # positions
 
     def plan_prefill(
         self,
@@ -76,17 +76,17 @@ class PrefillGraphBackend(AttentionBackend, Protocol):
         counts: torch.Tensor,
         tiles: torch.Tensor,
     ) -> AttentionPlan:
-        """The plan of a step with any number of tokens per row, from device tensors alone.
+        """Plan a step with any number of tokens per row, from device tensors alone.
 
         page_table [R + 1, pages], cells [T], starts and counts [R + 1] int64: rows of count 0 compute nothing, and
-        neither does the last, whose tokens fill up the step; tiles [n] int64, as `prefill_tiles` lists them.
+        neither does the last, whose tokens pad the step; tiles [n] int64, as `prefill_tiles` lists them.
         """
         ...
 
     def max_prefill_tiles(self, rows: int, tokens: int) -> int:
-        """The most tiles of a step with so many rows and tokens."""
+        """The most tiles that a step of `rows` rows and `tokens` tokens can have."""
         ...
 
     def prefill_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
-        """The tiles of rows that compute `counts` tokens from `starts` on, filled up with tiles of an idle row."""
+        """The tiles of rows that compute `counts` tokens from `starts` on, padded to `number` with idle_row's."""
         ...

@@ -1,7 +1,7 @@
 """Attention on a CPU: rows that compute one token read the pages in place, in one compiled kernel.
 
-Gathering every row's pages into one padded tensor, as the reference does, moves more bytes than attending to them.
-Chunks of prompts go to the reference.
+The reference gathers every row's pages into one padded tensor, which moves more bytes than attending to them; it
+computes the chunks of prompts here too. Knows no model and no request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mini_sglang.kernels.cpu.kernels import CpuKernels
 
 
 class CpuBackend:
-    """Over a float32 or bfloat16 pool."""
+    """Plans over a float32 or bfloat16 pool."""
 
     def __init__(self, pool: KVPool, dtype: torch.dtype, kernels: CpuKernels, window: int | None = None) -> None:
         self._pool = pool
@@ -31,7 +31,7 @@ class CpuBackend:
 
 
 class CpuDecode:
-    """The `rows` of a step that compute one token each."""
+    """The attention of the `rows` of a step that compute one token each."""
 
     def __init__(
         self, pool: KVPool, metadata: AttentionMetadata, kernels: CpuKernels, window: int | None, rows: list[int]

@@ -1,7 +1,7 @@
-"""The optional `flash_attn` attention backend: the kernels of FlashAttention 3 where it is installed, else of 2.
+"""The optional `flash_attn` attention backend: the kernels of FlashAttention 3 if it is installed, else of 2.
 
-Both read our pool through the page table, and lengths on the device, so decode steps can lie in CUDA graphs (Dao,
-arXiv 2307.08691; Shah et al., arXiv 2407.08608). No other module knows these packages.
+Both read our pool through the page table, and lengths on the device, so decode steps can be captured in CUDA graphs
+(Dao, arXiv 2307.08691; Shah et al., arXiv 2407.08608). No other module knows these packages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if _HAS_3 := importlib.util.find_spec("flash_attn_interface") is not None:
 else:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-_PAGE_TOKENS_2 = 256  # FlashAttention 2 takes pages of a multiple of so many tokens
+_PAGE_TOKENS_2 = 256  # FlashAttention 2 takes pages of a multiple of this many tokens
 
 
 class FlashAttnBackend:
-    """Over a bfloat16 or float16 pool, which has the queries' dtype. ValueError for pages that are too small."""
+    """Plans over a pool of the queries' dtype, bfloat16 or float16. Raises ValueError for pages that are too small."""
 
     def __init__(self, pool: KVPool) -> None:
         if not _HAS_3 and pool.page_size % _PAGE_TOKENS_2:
@@ -43,8 +43,8 @@ class FlashAttnBackend:
         chunks = None
         if max(metadata.counts) > 1:
             offsets = [[0, *itertools.accumulate(counts)] for counts in (metadata.counts, ends)]
-            queries, keys = send(offsets, device, torch.int32)
-            chunks = _Chunks(queries, keys, max(metadata.counts), max(ends))
+            cu_seqlens_q, cu_seqlens_k = send(offsets, device, torch.int32)
+            chunks = _Chunks(cu_seqlens_q, cu_seqlens_k, max(metadata.counts), max(ends))
         return FlashAttnPlan(self._pool, metadata.page_table, metadata.cells, lengths, chunks)
 
     def plan_decode(self, page_table: torch.Tensor, cells: torch.Tensor, lengths: torch.Tensor) -> FlashAttnPlan:
@@ -53,16 +53,16 @@ class FlashAttnBackend:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What steps need beside lengths where a row computes more than one token. R rows."""
+    """What a step needs besides lengths if a row computes more than one token, by FlashAttention's names. R rows."""
 
-    first_queries: torch.Tensor  # [R + 1] int32: where each row's tokens begin among the step's, and the end
-    first_keys: torch.Tensor  # [R + 1] int32: likewise of all tokens that the rows see
-    most_queries: int
-    most_keys: int
+    cu_seqlens_q: torch.Tensor  # [R + 1] int32: where each row's tokens begin among the step's, and the end
+    cu_seqlens_k: torch.Tensor  # [R + 1] int32: the same for all tokens that the rows see
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 class FlashAttnPlan:
-    """One step; without `chunks`, row r is token r."""
+    """The attention of one step; without `chunks`, row r is token r."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class FlashAttnPlan:
                 keys,
                 values,
                 cache_seqlens=self._lengths,
-                cu_seqlens_q=chunks.first_queries,
-                max_seqlen_q=chunks.most_queries,
+                cu_seqlens_q=chunks.cu_seqlens_q,
+                max_seqlen_q=chunks.max_seqlen_q,
                 causal=True,
                 **table,
             )
@@ -105,10 +105,10 @@ class FlashAttnPlan:
                 q,
                 keys,
                 values,
-                chunks.first_queries,
-                chunks.first_keys,
-                chunks.most_queries,
-                chunks.most_keys,
+                chunks.cu_seqlens_q,
+                chunks.cu_seqlens_k,
+                chunks.max_seqlen_q,
+                chunks.max_seqlen_k,
                 causal=True,
                 **table,
             )

@@ -1,7 +1,7 @@
 """The optional `flashinfer` attention backend: FlashInfer's paged kernels (Ye et al., arXiv 2501.01005) over our pool.
 
 Steps of one token per row go to its decode wrapper, all others to its prefill wrapper, which takes rows of one token
-too. Both plan on the host, from the lengths, so that neither can lie in a CUDA graph. No other module knows FlashInfer.
+too. Both plan on the host, from the lengths, so CUDA graphs can capture neither. No other module knows FlashInfer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.kernels.interface import KVCells
 
 _HEAD_DIMS = (64, 128, 256)
-_WORKSPACE_BYTES = 256 << 20  # partial results of rows that are cut; a plan that needs more is an error of FlashInfer's
+_WORKSPACE_BYTES = 256 << 20  # for partial results of split rows; FlashInfer raises for a plan that needs more
 
 
 class FlashInferBackend:
-    """Plans over `pool`; plans share the wrappers, so a plan ends when the next one is made."""
+    """Plans over `pool`. Plans share the wrappers, so a plan is valid until the next one is made."""
 
     def __init__(self, pool: KVPool, *, num_heads: int, dtype: torch.dtype) -> None:
-        """`dtype`, bfloat16 or float16, is that of queries. ValueError for a head_dim that FlashInfer lacks."""
+        """`dtype`, bfloat16 or float16, is that of queries. Raises ValueError for a head_dim that FlashInfer lacks."""
         if pool.head_dim not in _HEAD_DIMS:
             raise ValueError(
                 f"attention_backend=flashinfer has no kernels for head_dim {pool.head_dim}, only for "
@@ -50,7 +50,7 @@ class FlashInferBackend:
         place = torch.arange(len(row)) - first_pages[row] + row * metadata.page_table.shape[1]
         place = place.pin_memory().to(self._device, non_blocking=True)
         page_ids = metadata.page_table.flatten()[place].int()
-        # a plan travels through pinned memory of the wrapper's, which the step before may not have read yet
+        # the wrapper sends a plan through its pinned memory, which the previous step may not have read yet
         self._planned.synchronize()
         if max(metadata.counts) == 1:
             wrapper = self._decode
@@ -65,7 +65,7 @@ class FlashInferBackend:
 
 
 class FlashInferPlan:
-    """One step, planned in `wrapper`."""
+    """The attention of one step, planned in `wrapper`."""
 
     def __init__(self, pool: KVPool, cells: torch.Tensor, wrapper: Any) -> None:
         self._pool, self._cells, self._wrapper = pool, cells, wrapper
@@ -80,5 +80,5 @@ class FlashInferPlan:
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:
-    """Where each of `counts` [n] begins, and the end -> [n + 1] int32"""
+    """The index where each of `counts` [n] begins, and the end -> [n + 1] int32"""
     return F.pad(counts.cumsum(0), (1, 0)).int()

@@ -1,4 +1,7 @@
-"""The memory of keys and values of all layers, cut into pages. Who owns which page is not known here."""
+"""The memory of keys and values of all layers, cut into pages.
+
+Backends read and write it by page or by cell. It does not know who owns which page.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from collections.abc import Sequence
 import torch
 
 from mini_sglang.attention.transfer import send
-from mini_sglang.kernels.interface import KVCells, movable
+from mini_sglang.kernels.interface import KVCells, indexable
 
-_COPY_BYTES = 64 << 20  # that are on their way at once when pages are copied
+_COPY_BYTES = 64 << 20  # that `copy_pages` copies at a time
 
 
 class KVPool:
     """Per layer [2, num_pages, page_size, kv_heads, head_dim]: keys at index 0, values at 1 (NHD order).
 
-    In float8_e4m3fn they are stored with scale 1: rounded to 3 bits of mantissa, and values beyond ±448 saturate.
+    Values in float8_e4m3fn are stored with scale 1: rounded to 3 bits of mantissa, and saturated beyond ±448.
     """
 
     def __init__(
@@ -32,10 +35,10 @@ class KVPool:
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
         self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = self._memory.unbind()
-        self._movable = movable(self._memory).unbind()  # the layers as they can be read and written by index
-        # as rows of one dimension: beyond 2 GB torch would cut a copy with more dimensions into one for each layer
-        self._pages = movable(self._memory).flatten(0, 2)
-        # [2 num_layers, 1]: which pages of all are page 0 of each layer's keys, and of its values
+        self._indexable = indexable(self._memory).unbind()  # the layers as they can be read and written by index
+        # as rows of one dimension: beyond 2 GB torch would split a copy with more dimensions into one for each layer
+        self._pages = indexable(self._memory).flatten(0, 2)
+        # [2 num_layers, 1]: the indices in _pages of page 0 of each layer's keys, and of its values
         self._first_pages = torch.arange(0, 2 * num_layers * num_pages, num_pages, device=device).unsqueeze(1)
         # the same memory by cell (page id * page_size + offset): [num_cells, kv_heads, head_dim] of keys and of values
         self.key_cells = [layer[0].flatten(0, 1) for layer in self.layers]
@@ -46,15 +49,16 @@ class KVPool:
         self.head_dim = head_dim
 
     def cells(self, layer: int, cells: torch.Tensor) -> KVCells:
-        """`cells` [tokens] int64 of one layer, as a place to store to."""
+        """The place in one layer that a step stores to: `cells` [tokens] int64."""
         return KVCells(self.key_cells[layer], self.value_cells[layer], cells)
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Keys and values of `pages` [n] in that order -> [2, n * page_size, kv_heads, head_dim] of the pool's dtype"""
-        return self._movable[layer].index_select(1, pages).view(self.dtype).flatten(1, 2)
+        return self._indexable[layer].index_select(1, pages).view(self.dtype).flatten(1, 2)
 
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one page, keys and values of all layers."""
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -1,8 +1,8 @@
 """Paged attention in plain PyTorch, on any device: the definition that every other backend is tested against.
 
-Rows that compute one token (decodes) are batched into one padded product; rows that compute a chunk run one by one,
-each as a whole. Query heads that share a KV head are laid out as further query rows or as a broadcast batch, so the
-keys and values of a group are never repeated in memory.
+Rows that compute one token (decodes) are batched into one padded call; rows that compute a chunk run one by one. Query
+heads that share a KV head are laid out as further query rows or as a broadcast batch, so the keys and values of a group
+are never repeated in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReferenceBackend:
 
 
 class DecodeAttention(Protocol):
-    """Attention of those rows of a step that compute one token each."""
+    """Attention of the rows of a step that compute one token each."""
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
@@ -44,7 +44,7 @@ class DecodeAttention(Protocol):
 class ReferencePlan:
     """One step: `decode` is the batch of single-token rows, `chunks` are the others.
 
-    A backend that is faster at the first alone hands in how to make them of the rows' indices.
+    A backend with a faster decode passes `decode`, a function that makes it from those rows' indices.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class _Decode:
         # the query heads of a group are the query rows of their KV head
         self._q_shape = (len(rows), pool.num_kv_heads, -1, pool.head_dim)
         own = torch.tensor(lengths, device=device).unsqueeze(1) - 1
-        hidden = _hidden(torch.arange(width, device=device), own, window)
-        self._mask = _additive_mask(hidden, dtype).view(len(rows), 1, 1, width)
+        masked = _masked(torch.arange(width, device=device), own, window)
+        self._mask = _additive_mask(masked, dtype).view(len(rows), 1, 1, width)
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
@@ -132,7 +132,7 @@ class _Chunk:
         self._mask: torch.Tensor | None = None
         if start > 0 or (window is not None and window < count):  # else the kernel's own causal mask is the same
             positions = torch.arange(self._length, device=self._pages.device)
-            self._mask = _additive_mask(_hidden(positions, positions[start:].unsqueeze(1), window), dtype)
+            self._mask = _additive_mask(_masked(positions, positions[start:].unsqueeze(1), window), dtype)
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [count, heads, head_dim] -> the same shape"""
@@ -145,15 +145,15 @@ class _Chunk:
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _hidden(positions: torch.Tensor, own: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which `positions` [n] queries at the positions `own` [queries, 1] do not see -> [queries, n] bool"""
+def _masked(positions: torch.Tensor, own: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which `positions` [n] the queries at positions `own` [queries, 1] do not see -> [queries, n] bool"""
     later = positions > own
     return later if window is None else later | (positions <= own - window)
 
 
-def _additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a key is seen, -inf where it is hidden"""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+def _additive_mask(masked: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key is seen, -inf where it is masked"""
+    return torch.zeros(masked.shape, dtype=dtype, device=masked.device).masked_fill_(masked, float("-inf"))
 
 
 def _exclusive_cumsum(counts: list[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """Turns the setting `attention_backend` into backends over a pool, and says what each needs of machine and dtypes.
 
-A backend is imported where it is chosen: Numba is of no use to a GPU, nor Triton to a CPU, and FlashInfer and
+It imports a backend only when that is chosen: Numba is of no use to a GPU, nor Triton to a CPU, and FlashInfer and
 FlashAttention are optional. Knows no model and no request.
 """
 
@@ -17,7 +17,7 @@ from mini_sglang.attention.reference import ReferenceBackend
 from mini_sglang.kernels.interface import FP8
 
 _SLIDING_BACKENDS = ("reference", "cpu", "triton")
-GRAPH_BACKENDS = ("triton", "flash_attn")  # decode steps can lie in CUDA graphs: they read lengths on the device
+GRAPH_BACKENDS = ("triton", "flash_attn")  # CUDA graphs can capture decode steps: they read lengths on the device
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Backends:
 
 @dataclass(frozen=True)
 class GraphBackends:
-    """Those that plan from device tensors alone, so that whole steps lie in CUDA graphs."""
+    """Backends that plan from device tensors alone, so that CUDA graphs can capture whole steps."""
 
     decode: DecodeGraphBackend
-    prefill: PrefillGraphBackend | None  # None: only steps of one token per row can
+    prefill: PrefillGraphBackend | None  # None: only steps of one token per row can be captured
 
 
 def graph_backends(backends: Backends) -> GraphBackends:
-    """`backends` as graphs use them. Raises ValueError if not even decodes can lie in a graph."""
+    """`backends` as graphs use them. Raises ValueError if not even decode steps can be captured."""
     decode, prefill = backends.decode, backends.prefill
     if not isinstance(decode, DecodeGraphBackend):
         raise ValueError(f"{type(decode).__name__} plans on the host, outside of any CUDA graph")
@@ -54,10 +54,10 @@ def make_backends(
     deterministic: bool = False,
     window: int | None = None,
 ) -> Backends:
-    """What a resolved `attention_backend`, NAME or PREFILL,DECODE, means over `pool`.
+    """The backends over `pool` that a resolved `attention_backend`, NAME or PREFILL,DECODE, stands for.
 
     `dtype` is that of queries, `max_rows` the most rows of a step; with `window` a token sees the last `window`
-    positions only, its own included. ValueError where a backend cannot read the pool or keep to the window.
+    positions only, its own included. Raises ValueError if a backend cannot read the pool or apply the window.
     """
     made = {name: _make(name, pool, num_heads, dtype, max_rows, deterministic, window) for name in names.split(",")}
     prefill, decode = names.split(",")[0], names.split(",")[-1]
@@ -75,7 +75,7 @@ def _make(
 ) -> AttentionBackend:
     if window is not None and name not in _SLIDING_BACKENDS:
         raise ValueError(
-            f"attention_backend={name} does not keep to the model's sliding window of {window} tokens; "
+            f"attention_backend={name} does not support the model's sliding window of {window} tokens; "
             f"choose {' or '.join(_SLIDING_BACKENDS)}"
         )
     if name == "cpu":
@@ -101,7 +101,7 @@ def _make(
 
 
 def resolve_backend(names: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """`names` with `auto` replaced. ValueError, naming the setting, where this machine or a dtype does not fit."""
+    """`names` with `auto` replaced. Raises ValueError, naming the setting, if this machine or a dtype does not fit."""
     if names == "auto":
         if device.type != "cpu":
             names = "triton"
@@ -119,7 +119,9 @@ def _check_cpu(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) 
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"attention_backend=cpu needs a CPU and float32 or bfloat16, got {device} and {dtype}")
     if kv_dtype == FP8:
-        raise ValueError("attention_backend=cpu reads no kv_cache_dtype=fp8; leave it at auto, or choose reference")
+        raise ValueError(
+            "attention_backend=cpu does not support kv_cache_dtype=fp8; leave it at auto, or choose reference"
+        )
 
 
 def _check_gpu(name: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -133,12 +135,14 @@ def _check_gpu(name: str, device: torch.device, dtype: torch.dtype, kv_dtype: to
     if packages and dtype == torch.float32:
         raise ValueError(f"attention_backend={name} needs dtype bfloat16 or float16, got float32")
     if kv_dtype == FP8 and name == "flash_attn":
-        raise ValueError("attention_backend=flash_attn reads no kv_cache_dtype=fp8; choose triton or flashinfer")
+        raise ValueError(
+            "attention_backend=flash_attn does not support kv_cache_dtype=fp8; choose triton or flashinfer"
+        )
     if kv_dtype == FP8 and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, got {device}")
 
 
-_PACKAGES = {  # that one of these can be imported, and how to install the last
+_PACKAGES = {  # a backend needs any one of these packages; how to install the last
     "flashinfer": (("flashinfer",), "pip install flashinfer-python"),
     "flash_attn": (("flash_attn_interface", "flash_attn"), "pip install flash-attn --no-build-isolation"),
 }

@@ -1,8 +1,8 @@
-"""The `triton` attention backend: paged decode and prefill kernels over one KV pool, nothing to install.
+"""The `triton` attention backend: paged decode and prefill kernels over one KV pool; it needs no further package.
 
 Rows that compute one token go to the decode kernel, rows that compute more to the prefill kernel; a mixed step launches
 both over the same query and output tensors. In deterministic mode the decode kernel, without splits, computes all rows,
-so that a token's bits depend on what it sees alone. Knows no model and no request.
+so that a token's bits depend only on what it sees. Knows no model and no request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mini_sglang.kernels.triton.paged_prefill import (
 
 
 class TritonBackend:
-    """Plans over `pool`; plans share one decode workspace, so a plan ends when the next one is made."""
+    """Plans over `pool`. Plans share one decode workspace, so a plan is valid until the next one is made."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TritonBackend:
     ) -> None:
         """`dtype` is that of queries, `max_rows` the most rows of a step.
 
-        With `deterministic` a token has the same bits decoded, whatever else is decoded, and as part of any chunk. With
+        With `deterministic` a token has the same bits decoded beside any other rows and as part of any chunk. With
         `window` a token sees the last `window` positions only, its own included.
         """
         self.pool = pool
@@ -57,9 +57,9 @@ class TritonBackend:
             self._long = self._short = PrefillTuning(block_queries=16)
         else:
             self._long = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
-            # that of graphs too, which compute no long prompts but in small steps
+            # graphs use it too: they compute long prompts only in small steps
             self._short = short_prefill_tuning(self._long, pool.head_dim, dtype)
-        self.short_prompt = SHORT_PREFILL if self._short != self._long else sys.maxsize
+        self.max_graph_context = SHORT_PREFILL if self._short != self._long else sys.maxsize
         self._each_row = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.decode = PagedDecode(
             max_rows=max_rows,
@@ -76,11 +76,11 @@ class TritonBackend:
         starts, counts, device = metadata.starts, metadata.counts, metadata.cells.device
         chunks = self._chunks(counts)
         lengths = [0 if chunk else start + 1 for start, chunk in zip(starts, chunks, strict=True)]
-        firsts = [0, *itertools.accumulate(counts)][:-1]
+        q_starts = [0, *itertools.accumulate(counts)][:-1]
         # one transfer for all of it
-        rows = send([lengths, starts, chunks, firsts], device, torch.int32)
+        rows = send([lengths, starts, chunks, q_starts], device, torch.int32)
         longest = max((start + chunk for start, chunk in zip(starts, chunks, strict=True) if chunk), default=0)
-        tuning = self._short if longest <= self.short_prompt else self._long
+        tuning = self._short if longest <= self.max_graph_context else self._long
         tiles = prefill_tiles(starts, chunks, self.group, tuning)
         if self._deterministic:
             self.decode.plan_tiles(rows[1], rows[2], rows[3], send(tiles, device, torch.int64))
@@ -113,14 +113,14 @@ class TritonBackend:
         tiles: torch.Tensor,
     ) -> TritonPlan | TritonDecodePlan:
         counts = torch.cat((counts[:-1], torch.zeros_like(counts[:1])))
-        firsts = (counts.cumsum(0) - counts).int()
+        q_starts = (counts.cumsum(0) - counts).int()
         if self._deterministic:
-            self.decode.plan_tiles(starts.int(), counts.int(), firsts, tiles)
+            self.decode.plan_tiles(starts.int(), counts.int(), q_starts, tiles)
             return TritonDecodePlan(self, page_table, cells)
         lengths = torch.where(counts == 1, starts + 1, 0).int()
-        self.decode.plan(lengths[:-1], firsts[:-1])
+        self.decode.plan(lengths[:-1], q_starts[:-1])
         chunks = torch.where(counts > 1, counts, 0).int()
-        return TritonPlan(self, page_table, cells, starts.int(), chunks, firsts, tiles, self._short, decodes=True)
+        return TritonPlan(self, page_table, cells, starts.int(), chunks, q_starts, tiles, self._short, decodes=True)
 
     def max_prefill_tiles(self, rows: int, tokens: int) -> int:
         return tokens // (self._short.block_queries // self.group) + min(rows, tokens)
@@ -130,12 +130,12 @@ class TritonBackend:
         return tiles + [idle_row << 20] * (number - len(tiles))
 
     def _chunks(self, counts: list[int]) -> list[int]:
-        """Tokens of each row that are computed in tiles; a single one is left to the splits of decode attention."""
+        """Tokens of each row that are computed in tiles; single tokens are left to the splits of decode attention."""
         return [count if count > 1 or self._deterministic else 0 for count in counts]
 
 
 class TritonDecodePlan:
-    """A step of the decode kernel alone, which it has planned."""
+    """A step that the decode kernel computes alone, and has planned."""
 
     def __init__(self, backend: TritonBackend, page_table: torch.Tensor, cells: torch.Tensor) -> None:
         self._backend = backend
@@ -152,7 +152,7 @@ class TritonDecodePlan:
 
 
 class TritonPlan:
-    """One step: the rows that decode, which the decode kernel has planned, and the tiles of those that do not."""
+    """One step: the decode kernel has planned the rows that decode; `tiles` are those of the other rows."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class TritonPlan:
         cells: torch.Tensor,
         starts: torch.Tensor,
         chunks: torch.Tensor,
-        firsts: torch.Tensor,
+        q_starts: torch.Tensor,
         tiles: torch.Tensor | None,
         tuning: PrefillTuning,
         *,
@@ -169,7 +169,7 @@ class TritonPlan:
     ) -> None:
         self._backend = backend
         self._page_table, self._cells = page_table, cells
-        self._starts, self._chunks, self._firsts = starts, chunks, firsts
+        self._starts, self._chunks, self._q_starts = starts, chunks, q_starts
         self._tiles, self._tuning = tiles, tuning
         self._decodes = decodes
 
@@ -191,7 +191,7 @@ class TritonPlan:
                 self._page_table,
                 self._starts,
                 self._chunks,
-                self._firsts,
+                self._q_starts,
                 self._tiles,
                 out,
                 page_size=pool.page_size,

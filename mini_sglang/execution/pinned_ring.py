@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mini_sglang.kernels.triton.decode_step import leave_tokens, take_pages
+from mini_sglang.kernels.triton.decode_step import update_page_table, write_tokens
 
 DEPTH = 64  # more steps than may be launched before the oldest has been read
 
@@ -55,11 +55,11 @@ class PinnedRing:
 
     def take(self) -> None:
         """Begin a step: write its pages into the page table, before anything reads that."""
-        take_pages(self._pages, self._begun, self._page_table)
+        update_page_table(self._pages, self._begun, self._page_table)
 
     def leave(self, token_ids: torch.Tensor) -> None:
         """End the step that `take` has begun: leave its tokens [at most rows] int64."""
-        leave_tokens(token_ids, self._begun, self._tokens)
+        write_tokens(token_ids, self._begun, self._tokens)
 
     def restart(self) -> None:
         """Count from 0 again: what was computed while capturing were no steps."""

@@ -50,7 +50,7 @@ class PrefillGraphs:
         if len(rows) > self._inputs.max_rows or tokens > self._graphs.sizes[-1]:
             return False
         longest = max((row.start + row.count for row in rows if row.count > 1), default=0)
-        if tokens > _FINE_UP_TO and longest > self._inputs.backend.short_prompt:
+        if tokens > _FINE_UP_TO and longest > self._inputs.backend.max_graph_context:
             return False
         return self._graphs.size_for(tokens) - tokens <= max(_SPARE, min(tokens, _FINE_UP_TO) // 4)
 

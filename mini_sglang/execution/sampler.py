@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.kernels.noise import exponential_times, row_keys
+from mini_sglang.kernels.noise import exponential_noise, row_keys
 from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import Row, ScheduledBatch
@@ -271,7 +271,7 @@ def _race(logits: torch.Tensor, token_ids: torch.Tensor, keys: torch.Tensor) -> 
 
     logits [R, n] float32 (-inf: does not run), token_ids [R, n] or [n] int32, keys [R] int32 -> [R] int64
     """
-    return (logits - exponential_times(token_ids, keys).log_()).argmax(-1)  # the smallest time / exp(logit) wins
+    return (logits - exponential_noise(token_ids, keys).log_()).argmax(-1)  # the smallest time / exp(logit) wins
 
 
 def _keys(rows: list[int], batch: SamplingBatch, device: torch.device) -> torch.Tensor:

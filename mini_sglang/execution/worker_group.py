@@ -76,8 +76,8 @@ class Job(msgspec.Struct, frozen=True):
                 config.tp,
                 DTYPES[config.dtype],
                 name=self.name,
-                direct=one_node and config.all_reduce == "auto",
-                in_order=config.deterministic,
+                symm_mem=one_node and config.all_reduce == "auto",
+                deterministic=config.deterministic,
             )
         address = "127.0.0.1" if one_node else own_address(*split_address(self.store))
         return connect_cpus(store, rank, config.tp, address)

@@ -1,7 +1,7 @@
-"""What a model asks of a device: matrix products with what stands around them, and the operations in between.
+"""What a model asks of a device: matrix products (with norm, gate or residual), and the operations between them.
 
-A model gets one `Kernels` object and knows no device. `torch_kernels.py` defines in PyTorch what each method computes;
-`cpu/kernels.py` and `triton/kernels.py` are faster.
+A model gets one `Kernels` object and does not know which device it runs on. `torch_kernels.py` defines in PyTorch what
+each method computes; `cpu/kernels.py` and `triton/kernels.py` compute the same faster.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ class Rotation:
     positions: torch.Tensor  # [T] int64
 
     @cached_property
-    def of_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of each token, for both halves of a head [T, 1, head_dim]; sin is negated in the first half."""
+    def per_token(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of each token for both halves of a head, [T, 1, head_dim]; sin is negated in the first half."""
         cos, sin = self.cos[self.positions], self.sin[self.positions]
         return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class KVCells:
-    """Where the keys and values of one step go in one layer."""
+    """The cells of one layer's KV pool that the keys and values of a step's tokens go to."""
 
     keys: torch.Tensor  # [num_cells, kv_heads, head_dim] of the pool's dtype
     values: torch.Tensor  # [num_cells, kv_heads, head_dim] of the pool's dtype
-    cells: torch.Tensor  # [T] int64
+    cells: torch.Tensor  # [T] int64: page id * page_size + offset of each token
 
     def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [T, kv_heads, head_dim], in the pool's dtype."""
-        for cells, new in ((self.keys, k), (self.values, v)):
-            movable(cells).index_copy_(0, self.cells, movable(as_stored(new, cells.dtype)))
+        for pool, new in ((self.keys, k), (self.values, v)):
+            indexable(pool).index_copy_(0, self.cells, indexable(to_kv_dtype(new, pool.dtype)))
 
 
-def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in a pool's dtype. Beyond ±448, where float8_e4m3fn ends, values saturate; a plain conversion may give NaN."""
+def to_kv_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in a pool's dtype. Values beyond ±448, where float8_e4m3fn ends, saturate; a plain cast may give NaN."""
     return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else x).to(dtype)
 
 
-def movable(x: torch.Tensor) -> torch.Tensor:
-    """x, or its bytes where it holds float8, which PyTorch cannot read and write by index on every device"""
+def indexable(x: torch.Tensor) -> torch.Tensor:
+    """x, or its bytes if it is float8, which PyTorch cannot index on every device."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm's parameters, as they are handed to the product behind it."""
+    """The parameters of an RMSNorm, for the matrix product that reads its result."""
 
     weight: torch.Tensor  # [n]
     eps: float
 
 
 class Residual(NamedTuple):
-    """The residual stream of T tokens, and its next norm where the product that was added last has computed it too."""
+    """The residual stream of T tokens, and its next norm if the layer that last added to it has computed that too."""
 
     x: torch.Tensor  # [T, n]
     normed: torch.Tensor | None = None  # [T, n]
@@ -77,24 +77,25 @@ class Matrix(Protocol):
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """As it is read, [out, in] contiguous; None where it was laid out in another way."""
+        """W [out, in], contiguous; None if the device has laid it out in another way."""
         ...
 
     def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + bias, of x or of its norm. x [T, in] -> [T, out], in `out` (contiguous) where that is given"""
+        """x W^T + bias, of x or of its norm. x [T, in] -> [T, out], in `out` (contiguous) if that is given."""
         ...
 
     def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
-        """silu(first half) * second half of the product of x, or of its norm. x [T, in] -> [T, out / 2]
+        """silu(first half) * second half of what `matmul` computes. x [T, in] -> [T, out / 2]
 
         `prefetch` is the weight that is needed next: a device may begin to fetch it.
         """
         ...
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
-        """residual [T, out] + the product of x [T, in] -> [T, out]; may overwrite `residual`
+        """residual [T, out] + what `matmul` computes of x [T, in] -> [T, out]; may overwrite `residual`.
 
-        `next_norm` reads the sum: a device computes it here where that costs less than in front of the next product.
+        `next_norm` is the norm that reads the sum: a device computes it here if that costs less than in front of the
+        next matrix product.
         """
         ...
 
@@ -105,8 +106,8 @@ class Experts(Protocol):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """residual [T, hidden] + for each token the sum over its k experts of weight * down(silu(gate(x)) * up(x)).
 
-        x [T, hidden]; ids [T, k] int32 and weights [T, k] float32, as `Kernels.route` gives them -> [T, hidden]; may
-        overwrite `residual`
+        x [T, hidden]; ids [T, k] int32 and weights [T, k] float32, as `Kernels.route` returns them -> [T, hidden]; may
+        overwrite `residual`.
         """
         ...
 
@@ -115,28 +116,30 @@ class Kernels(Protocol):
     """T tokens; activations and weights have the model's dtype, arithmetic is float32. Results are new tensors."""
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
-        """Lay out weight [out, in] and bias [out]; `blocks` is the same weight as it came quantised, if it did."""
+        """Lay out weight [out, in] and bias [out]; `blocks` is the same weight in 4-bit blocks, or None."""
         ...
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
-        """gate_up [experts, 2 n, hidden], gate above up, and down [experts, hidden, n]; both are kept, and may be
-        filled later
+        """Keep gate_up [experts, 2 n, hidden], gate above up, and down [experts, hidden, n].
+
+        The tensors may be filled later.
         """
         ...
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `top_k` experts of each token by the softmax over all, and their weights, with `normalize` of sum 1.
+        """Choose the `top_k` experts of each token, and their weights, by a softmax over all experts.
 
-        logits [T, experts] -> ids [T, k] int32, different in a row, and weights [T, k] float32
+        logits [T, experts] -> ids [T, k] int32, distinct in a row, and weights [T, k] float32; with `normalize` a row's
+        weights add up to 1.
         """
         ...
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Rows of a table [V, n]. token_ids [T] int32 or int64 -> [T, n]"""
+        """The rows of `table` [V, n] that token_ids [T], int32 or int64, select -> [T, n]."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [T, n], weight [n]"""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [T, n], weight [n] -> [T, n]."""
         ...
 
     def rope_store(
@@ -148,7 +151,7 @@ class Kernels(Protocol):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Normalise each head of q and k (where norms are given), rotate them, store k and v; returns q.
+        """Normalise each head of q and k (if norms are given), rotate them, store k and v in `target`, and return q.
 
         qkv [T, (heads + 2 kv_heads) * head_dim]; q_norm and k_norm [head_dim]. Rotation is half-split: with halves
         (a, b) it gives (a cos - b sin, b cos + a sin). -> [T, heads, head_dim]
@@ -156,5 +159,5 @@ class Kernels(Protocol):
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up. gate_up [T, 2 n], gate first -> [T, n]"""
+        """silu(gate) * up. gate_up [T, 2 n], gate first -> [T, n]."""
         ...

@@ -1,4 +1,8 @@
-"""Reproducible noise: numbers that depend on (seed, position, token) alone, never on order, batch or device."""
+"""Reproducible exponential noise: it depends on (seed, position, token) alone, never on order, batch or device.
+
+The samplers draw with it. This module defines the numbers; `triton/sampling.py` computes the same ones on a GPU. It
+knows no request and no logits.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,16 @@ _MASK64 = (1 << 64) - 1
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
-    """One number per row from its (seed, position), [R] int32"""
+    """Hash the (seed, position) of each row -> [R] int32."""
     pairs = zip(seeds, positions, strict=True)
     keys = [_mix64(_mix64(seed) + position) & 0xFFFFFFFF for seed, position in pairs]
     return torch.tensor([_signed32(key) for key in keys], dtype=torch.int32, device=device)
 
 
-def exponential_times(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Exponentially distributed times > 0 of each token in each row's race, float32.
+def exponential_noise(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Noise > 0 of each token in each row, exponentially distributed with rate 1, float32.
 
-    token_ids [R, n] or [n] int32, keys [R] int32 -> [R, n]
+    token_ids [R, n] or [n] int32, keys [R] int32 -> [R, n].
     """
     bits = _hash(token_ids * _signed32(0x9E3779B9) + keys.unsqueeze(1)) & 0x7FFFFFFF
     uniform = (bits.float() + 0.5) * 2.0**-31  # in (0, 1], finest near 0, where the winners of the tail lie

@@ -48,8 +48,8 @@ class TorchKernels:
         if q_norm is not None and k_norm is not None:
             q, k = qk.split((num_heads, kv_heads), dim=1)
             qk = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
-        cos, signed_sin = rotation.of_tokens
-        # rolling by half a head swaps the halves; the sign lies in the table
+        cos, signed_sin = rotation.per_token
+        # rolling by half a head swaps the halves; signed_sin has the sign
         rotated: torch.Tensor = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), signed_sin)
         target.store(rotated[:, num_heads:], v)
         return rotated[:, :num_heads]
@@ -63,14 +63,14 @@ class TorchKernels:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear` of x [T, in], which has no `out` of its own."""
+    """`F.linear` of x [T, in], with the `out` argument that PyTorch's lacks."""
     if out is None:
         return F.linear(x, weight, bias)
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 class TorchMatrix:
-    """`Matrix` in PyTorch, around the norm and the gating of any kernels."""
+    """`Matrix` in PyTorch, with the norm and the gate of any `Kernels`."""
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._kernels, self.weight, self._bias = kernels, weight, bias
@@ -86,14 +86,14 @@ class TorchMatrix:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
         if self._bias is not None:
             return Residual(residual + self.matmul(x))
-        return Residual(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
+        return Residual(residual.addmm_(x, self.weight.t()))  # multiplies and adds in one kernel
 
 
 class TorchExperts:
-    """`Experts` in PyTorch, around the products and the gating of any kernels: two products per touched expert.
+    """`Experts` in PyTorch, with the gate of any `Kernels`: two matrix products for each expert that a token chose.
 
-    The sum over a token's experts runs in the order of its ids, whatever other tokens there are. The host reads how
-    many tokens each expert has, so this cannot lie in a CUDA graph.
+    A token's experts are added up in the order of its ids, whatever other tokens there are. The host reads how many
+    tokens each expert has, so this cannot be captured in a CUDA graph.
     """
 
     def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class TorchExperts:
         outputs = x.new_empty(len(flat), x.shape[1])
         by_expert = flat.argsort(stable=True).split(flat.bincount(minlength=len(self._down)).tolist())
         for gate_up, down, places in zip(self._gate_up, self._down, by_expert, strict=True):
-            if len(places):  # in `flat`: where tokens chose this expert
+            if len(places):  # indices into `flat` where tokens chose this expert
                 gated = self._kernels.silu_mul(gate_up.matmul(x[places // per_token]))
                 outputs[places] = down.matmul(gated)
         combined = (outputs.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)  # float32

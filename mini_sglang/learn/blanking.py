@@ -1,7 +1,7 @@
-"""Takes the bodies of functions out of a module's source and leaves all else as it stands.
+"""Removes the bodies of functions from a module's source and leaves all else as it stands.
 
-What is left of a function is its decorators, its signature, its docstring and a line that says what to write. It works
-on text and knows no lesson.
+A function keeps its decorators, signature and docstring, and gets a line that says what to write. This works on text
+and knows no lesson.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mini_sglang.learn.symbols import body_after_docstring, find_symbol
 
 
 def blank(source: str, functions: Iterable[str], lesson_id: str) -> str:
-    """`source` with the bodies of `functions` (dotted names) removed. Raises ValueError if one is not in it."""
+    """`source` without the bodies of `functions` (dotted names). Raises ValueError for a name that is no function."""
     tree, lines = ast.parse(source), source.splitlines()
     nodes = {name: _function(tree, name) for name in functions}
     for name, node in sorted(nodes.items(), key=lambda item: item[1].lineno, reverse=True):
@@ -24,12 +24,12 @@ def blank(source: str, functions: Iterable[str], lesson_id: str) -> str:
 
 
 def marker(lesson_id: str, function: str) -> str:
-    """What a blanked function raises."""
+    """The message of the error that a blanked function raises."""
     return f"{lesson_id}: write {function}"
 
 
 def blanks_in(source: str, functions: Iterable[str], lesson_id: str) -> list[str]:
-    """Those of `functions` that nobody has begun to write."""
+    """Those of `functions` that the learner has not begun to write."""
     raised = {
         argument.value
         for node in ast.walk(ast.parse(source))
@@ -43,17 +43,17 @@ def blanks_in(source: str, functions: Iterable[str], lesson_id: str) -> list[str
 def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
     node = find_symbol(tree, name)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        raise ValueError(f"{name} is no function")
+        raise ValueError(f"{name} is not a function")
     return node
 
 
 def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[int, int]:
-    """Numbers of the first and last line of what is removed: comments in front of the first statement go too."""
+    """Numbers of the first and last line to remove; comments in front of the first statement are removed too."""
     body = body_after_docstring(node)
     last = node.end_lineno or node.lineno
     if not body:
         raise ValueError(f"{node.name} has nothing but a docstring")
-    if body is node.body:  # no docstring: everything behind the signature
+    if body is node.body:  # no docstring: everything after the signature
         before = max([node.lineno, *(end.end_lineno or 0 for end in _signature(node))])
         first = next(n for n in range(before, last + 1) if lines[n - 1].split("#")[0].rstrip().endswith(":")) + 1
     else:

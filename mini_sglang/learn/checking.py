@@ -1,6 +1,6 @@
-"""What a lesson's check.py says its expectations with, so that a failure can be told in the learner's terms.
+"""How a lesson's check.py states its expectations, so that a failure can be shown in the learner's terms.
 
-Light on purpose: every check imports it. It knows neither pytest nor the engine.
+It is light, since every check imports it, and knows neither pytest nor the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Check = TypeVar("Check", bound=Callable[..., object])
 
 
 class LessonError(AssertionError):
-    """An expectation that does not hold. All fields are text to be shown."""
+    """An expectation that does not hold. All fields are texts to show."""
 
     def __init__(self, got: str, expected: str, what: str, invariant: str = "", read: str = "") -> None:
         super().__init__(f"{what}: expected {expected}, got {got}")
@@ -23,7 +23,7 @@ class LessonError(AssertionError):
 
 
 def guards(*names: str) -> Callable[[Check], Check]:
-    """Marks the check that is there to catch the pitfalls `names` (one, at most two)."""
+    """Mark the check that catches the pitfalls `names` (one, at most two)."""
 
     def mark(check: Check) -> Check:
         check.guards = names  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def expect_error(
 
 
 def _with_place(what: str, got: object, expected: object) -> str:
-    """For long sequences that begin alike, where they part."""
+    """`what`, for long sequences that begin alike with the index of the first difference."""
     if not isinstance(got, Sequence) or not isinstance(expected, Sequence) or max(len(got), len(expected)) < 8:
         return what
     pairs = zip(got, expected, strict=False)

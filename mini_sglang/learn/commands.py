@@ -1,6 +1,7 @@
 """`mini-sglang learn list | start | check | hint | solution | play`: each a function that returns an exit status.
 
-A mistake of the learner's with the command is a ValueError or OSError in one line; a wrong implementation is a report.
+A command that cannot be carried out raises ValueError or OSError, which is shown in one line; a wrong implementation is
+a report. How lessons are read, run and checked is the other modules' business.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from mini_sglang.weights.hub import resolve_model
 
 
 def list_lessons(course: Path) -> int:
-    """All lessons, and how far each is in the folder `course`."""
+    """Show all lessons, and how far each is in the folder `course`."""
     progress = workspace.load_progress(course)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("", "lesson", "the question", "you"):
         table.add_column(column, style="bold" if not column else "")
     for lesson in all_lessons():
-        table.add_row(lesson.id, lesson.title, lesson.question, _standing(progress.get(lesson.id, Progress())))
+        table.add_row(lesson.id, lesson.title, lesson.question, _status(progress.get(lesson.id, Progress())))
     console = Console(highlight=False)
     console.print(table)
     console.print("\n[bold]mini-sglang learn start L0[/] begins with the first.")
     return 0
 
 
-def _standing(progress: Progress) -> str:
+def _status(progress: Progress) -> str:
     if progress.passed:
         return "[green]done[/]"
     if progress.checks:
@@ -45,7 +46,8 @@ def _standing(progress: Progress) -> str:
 
 
 def start(name: str, folder: Path | None) -> int:
-    lesson, folder = _opened(name, folder)
+    """Write a lesson's workspace, and say what to do in it."""
+    lesson, folder = _lesson_and_folder(name, folder)
     files = workspace.start(lesson, folder)
     progress = _progress(lesson, folder)
     progress.started = True
@@ -55,18 +57,18 @@ def start(name: str, folder: Path | None) -> int:
     for path in files:
         console.print(f"  {path}", soft_wrap=True)
     console.print(f"\nRead lesson.md, write {', '.join(lesson.functions)}, then")
-    console.print(f"[bold]mini-sglang learn check {workspace.named(lesson, folder)}[/]", soft_wrap=True)
+    console.print(f"[bold]mini-sglang learn check {workspace.lesson_arguments(lesson, folder)}[/]", soft_wrap=True)
     return 0
 
 
 def check(name: str, folder: Path | None) -> int:
-    """Run the checks and the contract on the workspace; 0 if all of it holds."""
+    """Run the checks and the contract on the workspace; returns 0 if all of it holds."""
     if find_spec("pytest") is None:
         raise ValueError("the checks need pytest: pip install 'mini-sglang[learn]'")
-    lesson, folder = _opened(name, folder)
+    lesson, folder = _lesson_and_folder(name, folder)
     sources = workspace.read_sources(lesson, folder)
     blanks = workspace.still_blank(lesson, sources)
-    resolve_model("smollm2-135m")  # fetched, if it has to be, outside of the checks' time
+    resolve_model("smollm2-135m")  # so that fetching it does not count as the checks' time
     console = Console(highlight=False)
     yours = ", ".join(module_path(module).name for module in sources)
     with console.status(f"running the engine with your {yours}"):
@@ -82,8 +84,8 @@ def check(name: str, folder: Path | None) -> int:
 
 
 def hint(name: str, function: str | None, level: int | None, folder: Path | None) -> int:
-    """Show one level of help: the next one that was not shown yet, unless told otherwise."""
-    lesson, folder = _opened(name, folder)
+    """Show one level of help: the next one that was not shown yet, unless `level` is given."""
+    lesson, folder = _lesson_and_folder(name, folder)
     progress = _progress(lesson, folder)
     chosen = _hinted(lesson, function, folder)
     level = level if level is not None else min(progress.hints.get(chosen, 0) + 1, LEVELS)
@@ -115,8 +117,8 @@ def _hinted(lesson: Lesson, function: str | None, folder: Path) -> str:
 
 
 def solution(name: str, folder: Path | None) -> int:
-    """The way from the workspace to the engine's own modules, as a diff."""
-    lesson, folder = _opened(name, folder)
+    """Show how the workspace differs from the engine's own modules, as a diff."""
+    lesson, folder = _lesson_and_folder(name, folder)
     sources = workspace.read_sources(lesson, folder)
     console = Console(highlight=False)
     for module, source in sources.items():
@@ -141,7 +143,7 @@ def play(name: str) -> int:
     return 0
 
 
-def _opened(name: str, folder: Path | None) -> tuple[Lesson, Path]:
+def _lesson_and_folder(name: str, folder: Path | None) -> tuple[Lesson, Path]:
     lesson = find_lesson(name)
     return lesson, folder or workspace.default_folder(lesson)
 

@@ -1,4 +1,4 @@
-"""The contract that every lesson ends with, as a check: greedy tokens of the built-in model are those of transformers.
+"""The contract that ends every lesson, as a check: the built-in model's greedy tokens equal those of transformers.
 
 The ids were recorded from transformers in float32; `mini-sglang verify` asks transformers itself.
 """

@@ -1,7 +1,7 @@
-"""What a lesson is: its folder, its lesson.toml, and where in the package its modules lie.
+"""What a lesson is: its folder, its lesson.toml, and where in the package its modules are.
 
-Reads and checks; runs nothing and knows nothing of learners. A lesson is found beside the package (a checkout) or in it
-(an installed wheel).
+It reads and checks lessons; it runs nothing and knows nothing of learners. Lessons are found beside the package (in a
+checkout) or in it (in an installed wheel).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Exercise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What helps with one function, each level saying more than the one before."""
+    """Help with one function; each level says more than the one before."""
 
     function: str
     levels: list[str]
@@ -48,7 +48,7 @@ class Pitfall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lesson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One lesson.toml, and the folder it lies in."""
+    """The content of a lesson.toml, and its folder."""
 
     folder: Path
     id: str
@@ -58,7 +58,7 @@ class Lesson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exercises: list[Exercise] = msgspec.field(name="exercise")
     hints: list[Hint] = msgspec.field(name="hint", default_factory=list)
     pitfalls: list[Pitfall] = msgspec.field(name="pitfall", default_factory=list)
-    read: list[str] = []  # what else of the documentation helps
+    read: list[str] = []  # further pages of the documentation that help
 
     @property
     def functions(self) -> list[str]:
@@ -69,7 +69,7 @@ class Lesson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def course_folder() -> Path:
-    """Where the lessons lie. Raises FileNotFoundError if this installation has none."""
+    """The folder of the lessons. Raises FileNotFoundError if this installation has none."""
     for folder in (PACKAGE / "course", PACKAGE.parent / "course"):
         if folder.is_dir():
             return folder
@@ -82,7 +82,7 @@ def all_lessons() -> list[Lesson]:
 
 
 def find_lesson(name: str) -> Lesson:
-    """The lesson called `name`: its id in any case, or its folder's name. Raises ValueError that lists them all."""
+    """The lesson with this id, in any case, or this folder name. Raises ValueError that lists all lessons."""
     folders = {folder.name: folder for folder in _lesson_folders()}
     for folder_name, folder in folders.items():
         if name.lower() in (folder_name.lower(), folder_name.split("_")[0].lower()):
@@ -96,7 +96,7 @@ def _lesson_folders() -> list[Path]:
 
 
 def load_lesson(folder: Path) -> Lesson:
-    """Read a lesson's lesson.toml. Raises ValueError, naming the file, if it does not say what a lesson must say."""
+    """Read a lesson's lesson.toml. Raises ValueError, naming the file, if something in it is missing or wrong."""
     path = folder / "lesson.toml"
     try:
         table = {**tomllib.loads(path.read_text(encoding="utf-8")), "folder": str(folder)}
@@ -108,7 +108,7 @@ def load_lesson(folder: Path) -> Lesson:
     for hint in lesson.hints:
         if hint.function not in lesson.functions or len(hint.levels) != LEVELS:
             raise ValueError(
-                f"{path}: a hint names a function to write and has {LEVELS} levels, not so {hint.function}"
+                f"{path}: the hint for {hint.function} must name a function to write and have {LEVELS} levels"
             )
     names = [pitfall.name for pitfall in lesson.pitfalls]
     if len(set(names)) != len(names):

@@ -1,6 +1,6 @@
-"""Puts the engine's real source in the place of `--8<-- "module:Symbol"` lines of a Markdown page.
+"""Replaces `--8<-- "module:Symbol"` lines of a Markdown page with the engine's source.
 
-A quote names a symbol, so it can neither go stale nor point at the wrong lines; one that leads nowhere is an error.
+A quote names a symbol, so it can neither go stale nor point at the wrong lines; one that does not resolve is an error.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def expand(markdown: str) -> str:
 
 
 def quote(reference: str) -> str:
-    """The dedented source of `module:Symbol`, a class, a function or a constant by its dotted name in the module.
+    """The dedented source of `module:Symbol`: a class, a function or a constant, by its dotted name in the module.
 
-    `module:Symbol#body` leaves out the docstring, `module:Symbol#head` keeps nothing but signature and docstring, and
-    `module:__doc__` is the module's docstring. Raises ValueError that names the quote if it leads nowhere.
+    `module:Symbol#body` leaves out the docstring, `module:Symbol#head` keeps only signature and docstring, and
+    `module:__doc__` is the module's docstring. Raises ValueError that names the quote if it does not resolve.
     """
     module, _, rest = reference.partition(":")
     symbol, _, part = rest.partition("#")

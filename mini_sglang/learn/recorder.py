@@ -1,7 +1,7 @@
-"""The pytest plugin of a lesson's run: writes what each check found to a file of JSON lines.
+"""The pytest plugin of a lesson's run: it writes what each check found to a file of JSON lines.
 
-Runs in the checks' process (`-p mini_sglang.learn.recorder --lesson-events FILE`). The contract comes last and is
-passed over when a check has failed: what it would say then is harder to read.
+It runs in the checks' process (`-p mini_sglang.learn.recorder --lesson-events FILE`). The contract comes last and is
+skipped when a check has failed, since its own failure would be harder to read.
 """
 
 from __future__ import annotations
@@ -66,24 +66,26 @@ class Recorder:
 
 
 def sentence(test_name: str) -> str:
+    """A test's name as a sentence."""
     return test_name.removeprefix("test_").replace("_", " ")
 
 
 def describe(excinfo: pytest.ExceptionInfo[BaseException], output: str) -> Failure:
+    """The exception as a `Failure`, with what the check printed."""
     error = excinfo.value
     if isinstance(error, pytest.Collector.CollectError) and error.__cause__ is not None:
         error = error.__cause__
     entries = pytest.ExceptionInfo.from_exception(error).traceback if error.__traceback__ else excinfo.traceback
     frames = [Frame(os.path.abspath(entry.path), entry.lineno + 1, entry.name) for entry in entries]
-    told = error if isinstance(error, LessonError) else None
+    expectation = error if isinstance(error, LessonError) else None
     return Failure(
         kind=type(error).__name__,
         message=str(error),
         frames=frames,
-        got=told.got if told else "",
-        expected=told.expected if told else "",
-        what=told.what if told else "",
-        invariant=told.invariant if told else "",
-        read=told.read if told else "",
+        got=expectation.got if expectation else "",
+        expected=expectation.expected if expectation else "",
+        what=expectation.what if expectation else "",
+        invariant=expectation.invariant if expectation else "",
+        read=expectation.read if expectation else "",
         output=output,
     )

@@ -1,6 +1,6 @@
-"""Tells a learner what a run has found: every check on a line, then the first failure in the lesson's own terms.
+"""Shows a learner what a run has found: every check on a line, then the first failure in the lesson's own terms.
 
-Prints only; paths are those of the workspace.
+It only prints; paths are those of the workspace.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from mini_sglang.learn.blanking import marker
 from mini_sglang.learn.lesson import Lesson
 from mini_sglang.learn.results import CheckResult, Failure, Report
 from mini_sglang.learn.running import CHECK
-from mini_sglang.learn.workspace import named
+from mini_sglang.learn.workspace import lesson_arguments
 
 _LONGEST = 400  # characters of a value
 _OUTPUT_LINES = 12
 
 
 def print_report(console: Console, lesson: Lesson, report: Report, blanks: list[str], folder: Path) -> None:
+    """Show the results, the first failure, and what to do next."""
     passed = sum(result.failure is None for result in report.results)
     count = f"{passed} of {len(report.results)} checks pass"
     if report.unfinished:
@@ -42,11 +43,11 @@ def print_report(console: Console, lesson: Lesson, report: Report, blanks: list[
     if (first := report.first_failure) is not None and first.failure is not None:
         _print_failure(console, lesson, first, first.failure, folder)
     if blanks:
-        command = f"mini-sglang learn hint {named(lesson, folder, '--folder ')}"
+        command = f"mini-sglang learn hint {lesson_arguments(lesson, folder, '--folder ')}"
         console.print(f"Still to write: {', '.join(blanks)}    ([bold]{escape(command)}[/])")
     elif report.passed:
         console.print(f"[green]All of it holds, and the contract with it[/] ({report.seconds:.0f} s).")
-        command = f"mini-sglang learn solution {named(lesson, folder)}"
+        command = f"mini-sglang learn solution {lesson_arguments(lesson, folder)}"
         console.print(f"[bold]{escape(command)}[/] shows how the engine says it.")
 
 
@@ -70,7 +71,7 @@ def _print_failure(console: Console, lesson: Lesson, result: CheckResult, failur
 
 
 def _fields(lesson: Lesson, failure: Failure, folder: Path) -> dict[str, str]:
-    """What is to be said, label by label; an exception that no check expected says what it is."""
+    """What to show of a failure, by label; an unexpected exception is shown as what the check got."""
     unexpected = f"{failure.kind}: {failure.message}" if failure.message else failure.kind
     yours = [frame for frame in failure.frames if frame.path != CHECK]
     checks = [frame for frame in failure.frames if frame.path == CHECK]

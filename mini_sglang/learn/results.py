@@ -1,6 +1,6 @@
-"""What a run of checks has found, as values: written by the recorder in the checks' process, read by the command.
+"""What a run of checks has found, as values: the recorder writes them in the checks' process, the command reads them.
 
-Plain data that goes through a file of JSON lines, so that what was found survives a check that hangs or crashes.
+They are plain data and go through a file of JSON lines, so that what was found survives a check that hangs or crashes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a check failed: an expectation of the lesson's (`what` is set), or any other exception."""
+    """Why a check failed: an expectation of the lesson (`what` is set), or any other exception."""
 
     kind: str  # the exception's class
     message: str
@@ -49,11 +49,11 @@ EVENTS = msgspec.json.Decoder(Event)
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of a run: the results in order, and what cut it short, if anything did."""
+    """A whole run: the results in order, and what cut it short, if anything did."""
 
     results: list[CheckResult]
     unfinished: str = ""  # the check that was running when the time ended or the process died
-    cut_short: str = ""  # in words: why not all was run
+    cut_short: str = ""  # why not all checks were run, in words
     seconds: float = 0.0
 
     @property

@@ -1,7 +1,7 @@
-"""Runs a lesson's checks on the engine with other sources in the place of some of its modules.
+"""Runs a lesson's checks on the engine, with other sources in place of some of its modules.
 
-The whole package is copied to a temporary folder, where the given sources replace ours, and pytest runs there in a
-process of its own that finds the copy first: so do all processes that the engine starts. Nothing is patched in memory.
+The whole package is copied to a temporary folder, where the given sources replace ours. pytest runs there in a process
+of its own that finds the copy first, and so do all processes that the engine starts. Nothing is patched in memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _CONFIG = "[pytest]\naddopts = -q -p no:cacheprovider --noconftest --import-mode
 
 @contextmanager
 def overlay(sources: Mapping[str, str]) -> Iterator[Path]:
-    """A folder that holds a copy of the package in which `sources` (by module) replace ours."""
+    """Make a folder with a copy of the package in which `sources` (by module) replace ours."""
     with tempfile.TemporaryDirectory(prefix="mini-sglang-lesson-") as name:
         folder = Path(name).resolve()
-        # Times of files are kept, and so everything compiled for them stays valid.
+        # The copies keep the times of the files, so everything compiled for them stays valid.
         shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("course"))
         for module, source in sources.items():
             (folder / PACKAGE.name / module_path(module)).write_text(source, encoding="utf-8")
@@ -48,10 +48,10 @@ def run_checks(
     stop_at_first: bool = False,
     limit_s: float = LIMIT_S,
 ) -> Report:
-    """Run the lesson's check.py, and the contract behind it, with `sources` in place.
+    """Run the lesson's check.py and, after it, the contract, with `sources` in place.
 
-    Frames of failures that lie in `sources` get the path of the module below the package, those in check.py are named
-    so, and others are left out.
+    Frames of failures in `sources` get the module's path below the package, frames in check.py are called check.py, and
+    other frames are left out.
     """
     with overlay(sources) as folder:
         events, began = folder / "events.jsonl", time.monotonic()
@@ -75,7 +75,7 @@ def run_checks(
 
 
 def _run(command: list[str], folder: Path, limit_s: float) -> tuple[str, str]:
-    """Run to the end or the limit; returns why it was cut short ("" if it was not) and the end of what it printed."""
+    """Run to the end or the limit; returns why the run was cut short ("" if it was not) and the end of its output."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen(
@@ -88,7 +88,7 @@ def _run(command: list[str], folder: Path, limit_s: float) -> tuple[str, str]:
         slow = "a loop in your code that never ends, or a machine that is busy with other things"
         return f"the checks were not done after {limit_s:.0f} s, and were stopped ({slow})", ""
     finally:
-        with contextlib.suppress(ProcessLookupError):  # with all that the engine may have started
+        with contextlib.suppress(ProcessLookupError):  # ends what the engine may have started too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode < 0:
@@ -97,7 +97,7 @@ def _run(command: list[str], folder: Path, limit_s: float) -> tuple[str, str]:
 
 
 def _with_frames_of(result: CheckResult, names: Mapping[str, str]) -> CheckResult:
-    """Only the frames that lie in one of `names`, under their new names."""
+    """`result` with only those frames that are in one of `names`, under their new names."""
     if result.failure is None:
         return result
     frames = [replace(frame, path=names[frame.path]) for frame in result.failure.frames if frame.path in names]

@@ -13,9 +13,9 @@ def find_symbol(tree: ast.Module, name: str) -> ast.stmt:
     for part in name.split("."):
         candidates = [statement for statement in body if part in _names(statement)]
         if not candidates:
-            raise ValueError(f"no {name} in it")
+            raise ValueError(f"the module has no {name}")
         if len(candidates) > 1:
-            raise ValueError(f"{name} is defined {len(candidates)} times in it")
+            raise ValueError(f"the module defines {name} {len(candidates)} times")
         found = candidates[0]
         body = found.body if isinstance(found, ast.ClassDef) else []
     if found is None:
@@ -33,7 +33,7 @@ def _names(statement: ast.stmt) -> list[str]:
 
 
 def first_line(statement: ast.stmt) -> int:
-    """Its number, decorators included."""
+    """The number of the statement's first line, decorators included."""
     decorators = statement.decorator_list if isinstance(statement, Definition) else []
     return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 

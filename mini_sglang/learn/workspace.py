@@ -1,6 +1,6 @@
 """A learner's folder: README.md, the lesson's page, and the modules of the exercise at their paths below the package.
 
-Also what is remembered between commands, in `progress.json` beside the workspaces. It never overwrites work.
+It also keeps what is remembered between commands, in `progress.json` beside the workspaces. It never overwrites work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COURSE = Path("mini-sglang-course")
 
 
 class Progress(msgspec.Struct):
-    """How far one lesson is."""
+    """How far a learner is in one lesson."""
 
     started: bool = False
     checks_passed: int = 0  # in the last run
@@ -30,8 +30,8 @@ def default_folder(lesson: Lesson) -> Path:
     return COURSE / lesson.id
 
 
-def named(lesson: Lesson, folder: Path, option: str = "") -> str:
-    """What stands behind `learn check` (or another command) for this workspace: its folder, unless it is the default.
+def lesson_arguments(lesson: Lesson, folder: Path, option: str = "") -> str:
+    """The arguments of `learn check` or another command for this workspace: its folder too, unless it is the default.
 
     `option` is what the command wants in front of a folder.
     """
@@ -47,14 +47,14 @@ def blanked_sources(lesson: Lesson) -> dict[str, str]:
 
 
 def start(lesson: Lesson, folder: Path) -> list[Path]:
-    """Write a workspace, return its files. Raises FileExistsError where one of them is already there."""
+    """Write a workspace and return its files. Raises FileExistsError if one of them exists."""
     page = quotes.expand((lesson.folder / "lesson.md").read_text(encoding="utf-8"))
     figure = (lesson.folder / "figure.svg").read_text(encoding="utf-8")
     texts = {folder / "README.md": readme(lesson, folder), folder / "lesson.md": page, folder / "figure.svg": figure}
     texts |= {folder / module_path(module): source for module, source in blanked_sources(lesson).items()}
     for path in texts:
         if path.exists():
-            raise FileExistsError(f"{path} is already there: go on with it, remove it, or name another folder")
+            raise FileExistsError(f"{path} already exists: go on with it, remove it, or name another folder")
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -62,25 +62,28 @@ def start(lesson: Lesson, folder: Path) -> list[Path]:
 
 
 def read_sources(lesson: Lesson, folder: Path) -> dict[str, str]:
-    """The learner's modules, by name. Raises FileNotFoundError if one is missing, ValueError if one is no Python."""
+    """The learner's modules, by name.
+
+    Raises FileNotFoundError if one is missing, and ValueError if one is not valid Python.
+    """
     sources = {}
     for exercise in lesson.exercises:
         path = folder / module_path(exercise.module)
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} is missing: `mini-sglang learn start {named(lesson, folder)}` writes it; "
+                f"{path} is missing: `mini-sglang learn start {lesson_arguments(lesson, folder)}` writes it; "
                 "or name the folder that you have begun in"
             )
         sources[exercise.module] = path.read_text(encoding="utf-8")
         try:
             compile(sources[exercise.module], str(path), "exec")
         except SyntaxError as error:
-            raise ValueError(f"{path}, line {error.lineno}: this is no Python yet: {error.msg}") from error
+            raise ValueError(f"{path}, line {error.lineno}: this is not Python yet: {error.msg}") from error
     return sources
 
 
 def still_blank(lesson: Lesson, sources: dict[str, str]) -> list[str]:
-    """The functions that nobody has begun to write."""
+    """The functions that the learner has not begun to write."""
     return [name for exercise in lesson.exercises for name in _blanks(lesson, exercise, sources)]
 
 
@@ -89,7 +92,7 @@ def _blanks(lesson: Lesson, exercise: Exercise, sources: dict[str, str]) -> list
 
 
 def readme(lesson: Lesson, folder: Path) -> str:
-    """What a learner finds in the workspace: the summary, what to write where, and how to go on."""
+    """The README of a workspace: the summary, what to write where, and how to go on."""
     what = "\n".join(
         f"- in `{module_path(exercise.module)}`: {', '.join(f'`{name}`' for name in exercise.functions)}"
         for exercise in lesson.exercises
@@ -108,13 +111,13 @@ def readme(lesson: Lesson, folder: Path) -> str:
 {what}
 
 Each now raises NotImplementedError; its docstring says what it must do. All else in these files is the engine's own
-code, and the checks run the real engine with your files in the place of its own.
+code, and the checks run the real engine with your files in place of its own.
 
 ## Go on
 
-    mini-sglang learn check {named(lesson, folder)}
-    mini-sglang learn hint {named(lesson, folder, "--folder ")}        (help, a little more each time)
-    mini-sglang learn solution {named(lesson, folder)}    (the way to the engine's own code, as a diff)
+    mini-sglang learn check {lesson_arguments(lesson, folder)}
+    mini-sglang learn hint {lesson_arguments(lesson, folder, "--folder ")}        (help, a little more each time)
+    mini-sglang learn solution {lesson_arguments(lesson, folder)}    (the way to the engine's own code, as a diff)
     mini-sglang learn play {lesson.id}        (watch it move)
 """
 
@@ -123,7 +126,7 @@ code, and the checks run the real engine with your files in the place of its own
 
 
 def load_progress(course: Path) -> dict[str, Progress]:
-    """By lesson id; empty if nothing was begun. Raises ValueError if the file is not ours."""
+    """The progress by lesson id; empty if nothing was begun. Raises ValueError if the file cannot be read."""
     path = course / "progress.json"
     if not path.exists():
         return {}

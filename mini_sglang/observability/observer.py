@@ -1,6 +1,6 @@
-"""What is to be seen of an engine at work: the step log, and traces.
+"""What can be seen of an engine at work: the step log, and traces.
 
-The engine tells its observer what happens, if it has one; the observer decides nothing and changes nothing.
+An engine that has an observer tells it what happens; the observer decides nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 PhaseName = Literal["schedule", "launch", "wait", "update"]
 
-_FLUSH_US = 1_000_000  # a log that is watched is at most so far behind
-_NOTHING = nullcontext()
+_FLUSH_US = 1_000_000  # how long a line may wait in the buffer while steps follow each other
+_NO_PHASE = nullcontext()
 
 
 class EngineObserver:
@@ -44,10 +44,10 @@ class EngineObserver:
         self._trace: str | OSError | None = None  # the last one's path, or why it could not be written
 
     def now_us(self) -> int:
-        """Since the engine was ready."""
+        """Microseconds since the engine was ready."""
         return (time.perf_counter_ns() - self._began_ns) // 1000
 
-    # -- what the engine tells ----------------------------------------------------------------------------------------
+    # -- what the engine reports --------------------------------------------------------------------------------------
 
     def started(self, config: dict[str, object]) -> None:
         """The engine is ready, with this configuration."""
@@ -73,9 +73,9 @@ class EngineObserver:
                 self._log.flush()
 
     def phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:
-        """Around a phase of step number `step`."""
+        """Time a phase of step number `step`: a context manager around it."""
         if self._log is None and self.tracer is None:
-            return _NOTHING
+            return _NO_PHASE
         times = self._unread.get(step)
         if times is None:
             times = self._next = Step(step=step, at_us=0, host_us={})
@@ -106,9 +106,9 @@ class EngineObserver:
         step.used_pages = stats.num_used_pages
 
     def read(self, batch: ScheduledBatch, device_us: int | None = None, error: str | None = None) -> None:
-        """A launched step has been taken in, or has failed with `error`."""
+        """The result of a launched step has been read, or the step has failed with `error`."""
         step = self._unread.pop(batch.step, None)
-        if step is None:  # launched before anybody wanted to know
+        if step is None:  # launched before there was a trace
             return
         if self._log is not None:
             step.read_us, step.device_us, step.error = self.now_us(), device_us, error
@@ -125,8 +125,8 @@ class EngineObserver:
             if self._steps_to_trace == 0:
                 self._finish_trace()
 
-    def gave(self, outputs: Iterable[TokenOutput]) -> None:
-        """These go to whoever asked: all that a step has to say beyond one more token of a request."""
+    def emitted(self, outputs: Iterable[TokenOutput]) -> None:
+        """These outputs go to the callers. A step's other outputs are one more token of a request each."""
         for output in outputs:
             if output.finish_reason is not None:
                 self.ended(output.request_id, output.finish_reason)
@@ -138,15 +138,15 @@ class EngineObserver:
         if self._profile_dir is None:
             raise ValueError("profile_dir must be set for traces: start the engine with --profile-dir DIR")
         if self.tracer is not None:
-            raise ValueError("a trace is being made already: stop it first")
+            raise ValueError("a trace is already being made: stop it first")
         try:
             self.tracer, self._steps_to_trace = Tracer(self._profile_dir), num_steps
-        except RuntimeError as error:  # somebody else uses PyTorch's profiler in this process
+        except RuntimeError as error:  # other code of this process uses PyTorch's profiler
             raise ValueError(f"the profiler cannot start: {error}") from error
         self._phase.tracer = self.tracer
 
     def stop_trace(self) -> str:
-        """Where the trace lies: the one that is being made, which ends, or the last one if its steps are over.
+        """The path of the trace that is being made, which ends, or of the last one if its steps are over.
 
         Raises ValueError if none was started since the last call, OSError if it could not be written.
         """
@@ -166,19 +166,19 @@ class EngineObserver:
             try:
                 tracer.stop()
                 self._trace = tracer.path
-            except (OSError, RuntimeError) as error:  # whoever asks for the trace gets it; the engine goes on
+            except (OSError, RuntimeError) as error:  # `stop_trace` raises it; the engine goes on
                 logger.error("the trace cannot be written: %s", error)
                 self._trace = OSError(f"the trace cannot be written: {error}")
 
     def close(self) -> None:
-        """Write what is left of the log, and a trace that is being made."""
+        """End a trace that is being made, write it and the rest of the log."""
         self._finish_trace()
         if self._log is not None:
             self._log.close()
 
 
 class _Phase:
-    """Times a phase of a step, and names it in a trace. There is one, used again: phases do not nest."""
+    """Times a phase of a step, and names it in a trace. One object is used for all phases, which do not nest."""
 
     __slots__ = ("_observer", "_region", "_start_us", "name", "step", "tracer")
 

@@ -1,4 +1,7 @@
-"""A trace of what one process does for a while, in Chrome's format: torch.profiler, with named regions of our own."""
+"""A trace of what one process does for a while, in Chrome's format: torch.profiler, with named regions of our own.
+
+It knows no engine and no step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Tracer:
-    """Traces until `stop`: PyTorch's operations and `region`s, and on a GPU its kernels and copies.
+    """Traces until `stop`: PyTorch's operations and the named regions, and on a GPU its kernels and copies.
 
     Raises OSError if `folder` cannot be made.
     """
@@ -27,7 +30,7 @@ class Tracer:
         self._profile.start()
 
     def region(self, name: str) -> AbstractContextManager[object]:
-        """A block that the trace shows under this name."""
+        """A context manager around a block that the trace shows under this name."""
         return record_function(name)
 
     def stop(self) -> None:
@@ -35,5 +38,5 @@ class Tracer:
         if self._on_gpu:
             torch.cuda.synchronize()
         self._profile.stop()
-        Path(self.path).touch()  # the exporter's own error would not say what is wrong
+        Path(self.path).touch()  # raises what is wrong; the exporter's own error would not say
         self._profile.export_chrome_trace(self.path)

@@ -1,7 +1,7 @@
 """The step log: a line of JSON for every step of an engine, and for every request that arrives or ends.
 
-The lines are the structs below. All times are whole microseconds since the log began. Writing goes through a buffer, so
-a step costs no system call; a full disk ends the log, not the engine. Knows neither engine nor tensors.
+The lines are the structs below. All times are whole microseconds since the log began. Lines are buffered, so a step
+costs no system call; a full disk ends the log, not the engine. Knows neither engine nor tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Arrived(msgspec.Struct, kw_only=True, tag="arrived", tag_field="kind"):
 
 
 class Ended(msgspec.Struct, kw_only=True, tag="ended", tag_field="kind"):
-    """A request ended. Steps that were launched before may still contain it; what they sample for it is dropped."""
+    """A request ended. Steps launched before may still contain it; what they sample for it is dropped."""
 
     at_us: int
     request_id: str
@@ -52,11 +52,11 @@ class Chunk(msgspec.Struct, array_like=True):
     request_id: str
     start: int  # the first of its tokens that the step computes; the cached ones are before it
     count: int
-    samples: bool  # the step computes the last token there is, and samples the next
+    samples: bool  # the step computes the last known token, and samples the next
 
 
 class Step(msgspec.Struct, kw_only=True, tag="step", tag_field="kind", omit_defaults=True):
-    """A step, once it was read. With run-ahead the next one was launched before; lines stand in the order of reading.
+    """A step, once it was read. With run-ahead the next one was launched before; lines are in the order of reading.
 
     `host_us` has the four phases: "schedule" (from `at_us` on), "launch", "wait" for the result and "update" (up to
     `read_us`). On a CPU the model computes in "launch".
@@ -66,14 +66,14 @@ class Step(msgspec.Struct, kw_only=True, tag="step", tag_field="kind", omit_defa
     at_us: int
     read_us: int = 0
     host_us: dict[str, int]
-    device_us: int | None = None  # on a GPU: from when the device came to the step to when its tokens were on the host
+    device_us: int | None = None  # on a GPU: from the step's start on the device until its tokens were on the host
     tokens: int = 0  # computed in all: one for each of the decodes, and those of the chunks
     decodes: int = 0  # rows that compute one token and sample the next
-    decode_ids: tuple[str, ...] | None = None  # whose they are; only if they are not those of the line of a step before
+    decode_ids: tuple[str, ...] | None = None  # the requests of `decodes`; left out if the previous step had the same
     chunks: list[Chunk] = []
-    admitted: list[str] = []  # of `chunks`: those that take a slot with this step
-    preempted: list[str] = []  # requests that gave their pages back since the step before
-    running: int = 0  # requests, when the step had been scheduled; as the next four
+    admitted: list[str] = []  # requests of `chunks` that take a slot with this step
+    preempted: list[str] = []  # requests that gave their pages back since the previous step
+    running: int = 0  # requests, once the step was scheduled; the next four are of that moment too
     waiting: int = 0
     free_pages: int = 0
     cached_pages: int = 0
@@ -85,7 +85,7 @@ Line = Header | Arrived | Ended | Step
 
 
 class StepLog:
-    """Writes a log to `path`, which it replaces. Raises OSError if it cannot be opened."""
+    """Writes a log to `path`, replacing what is there. Raises OSError if it cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -108,7 +108,7 @@ class StepLog:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Write what is left. Afterwards lines are dropped."""
+        """Write what is buffered. Lines written afterwards are dropped."""
         self.flush()
         self._file.close()
 
@@ -119,7 +119,7 @@ class StepLog:
 
 
 def read_lines(path: str | Path) -> Iterator[Line]:
-    """The lines of a log, the header first. A last line that is cut off, as the end of a process leaves it, is dropped.
+    """The lines of a log, the header first. A last line that is cut off, as when a process was killed, is dropped.
 
     Raises OSError, and ValueError that names the line if the file is not a log of this version.
     """
@@ -133,7 +133,7 @@ def read_lines(path: str | Path) -> Iterator[Line]:
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path} is not a step log: line {number}: {error}") from error
             if (number == 1) != isinstance(line, Header):
-                raise ValueError(f"{path} is not a step log: line {number} is {'no' if number == 1 else 'a'} header")
+                raise ValueError(f"{path} is not a step log: line {number} is {'not a' if number == 1 else 'a'} header")
             if isinstance(line, Header) and line.version != VERSION:
                 raise ValueError(f"{path} is a step log of version {line.version}, and this program reads {VERSION}")
             yield line

@@ -1,6 +1,7 @@
-"""What each rank holds of a dimension that tensor parallelism cuts up. Numbers, and copies of the parts they name.
+"""What each rank holds of a dimension that tensor parallelism cuts up: numbers, and copies of the parts that they name.
 
-Nothing has to divide: what is missing at the end is filled up with zeros, which add nothing to any result.
+Nothing has to divide: what is missing at the end is padded with zeros, which add nothing to any result. It knows no
+layer and no process group.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Shard:
-    """Of `full` elements those from `start` to `stop`, then zeros up to `size`, which is the same on all ranks."""
+    """One rank's part of `full` elements: from `start` to `stop`, then zeros up to `size`, which all ranks share."""
 
     full: int
     start: int
@@ -20,21 +21,23 @@ class Shard:
     size: int
 
     def times(self, width: int) -> Shard:
-        """The same where each element is `width` of another kind: heads as rows, say."""
+        """The same part in units of which `width` make one of these: rows instead of heads, say."""
         return Shard(self.full * width, self.start * width, self.stop * width, self.size * width)
 
 
 @dataclass(frozen=True)
 class HeadShards:
-    """One rank's heads of attention: as many queries attend to each key and value head as in the whole model, or a
-    divisor of it."""
+    """One rank's heads of attention.
+
+    As many query heads attend to each KV head as in the whole model, or a divisor of that number.
+    """
 
     queries: Shard
     kv: Shard
 
 
 def whole(full: int) -> Shard:
-    """All of it, on every rank."""
+    """All of a dimension, on every rank."""
     return Shard(full, 0, full, full)
 
 
@@ -48,11 +51,11 @@ def shard_evenly(full: int, rank: int, ranks: int, multiple: int = 1) -> Shard:
 
 
 def shard_heads(num_heads: int, num_kv_heads: int, rank: int, ranks: int) -> HeadShards:
-    """Any number of heads over any number of ranks.
+    """Split any number of heads over any number of ranks.
 
-    A unit is one KV head with some of its queries, a divisor of their number. Units are dealt out in order, the same
-    number to each rank. The larger a unit, the fewer ranks hold the same KV head; the smaller, the more evenly they are
-    loaded: the unit is chosen that leaves a rank the fewest KV heads, then the fewest queries.
+    The unit is one KV head with some of its query heads, a divisor of their number. Units are dealt out in order, the
+    same number to each rank. The larger a unit, the fewer ranks hold the same KV head; the smaller, the more evenly the
+    ranks are loaded. The unit is chosen that leaves a rank the fewest KV heads, then the fewest query heads.
     """
     group = num_heads // num_kv_heads
 
@@ -64,7 +67,7 @@ def shard_heads(num_heads: int, num_kv_heads: int, rank: int, ranks: int) -> Hea
     units, queries = per_rank(unit)
     start = min(rank * queries, num_heads)
     stop = min(start + queries, num_heads)
-    # a rank with several units has whole groups, see tests: its KV heads follow each other, each once
+    # a rank with several units has whole groups (see the tests), so its KV heads are consecutive, each once
     first = start // group
     return HeadShards(
         queries=Shard(num_heads, start, stop, queries),
@@ -73,9 +76,9 @@ def shard_heads(num_heads: int, num_kv_heads: int, rank: int, ranks: int) -> Hea
 
 
 def copy_shard(target: torch.Tensor, source: torch.Tensor, *shards: Shard) -> None:
-    """Fill `target` [each shard's size] with its parts of `source` [each shard's full], converted, and with zeros.
+    """Fill `target` [each shard's size] with its part of `source` [each shard's full], converted, and with zeros.
 
-    Of a source that is a view of a mapped file only these parts are read.
+    If `source` is a view of a mapped file, only this part of it is read.
     """
     lengths = [shard.stop - shard.start for shard in shards]
     if lengths != list(target.shape):

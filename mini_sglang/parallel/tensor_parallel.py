@@ -1,7 +1,7 @@
-"""Tensor parallelism, as a layer sees it: a rank, a number of ranks, and sums and columns over all of them.
+"""Tensor parallelism as a layer sees it: a rank, the number of ranks, sums over them, and columns gathered from them.
 
-gloo on CPUs, NCCL on GPUs, in a group of this object's own: no global state of torch.distributed is used, so several
-engines can live in one process. With one rank everything here is the identity. Knows tensors only.
+gloo on CPUs, NCCL on GPUs, in a process group of this object's own: no global state of torch.distributed is used, so
+several engines can live in one process. With one rank every operation is the identity. Knows tensors only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mini_sglang.parallel.symm_mem import SymmMemAllReduce
 
 logger = logging.getLogger(__name__)
 
-_c10d: Any = distributed_c10d  # whose classes of backends have few types
-_TIMEOUT = datetime.timedelta(minutes=30)  # a rank may wait long for another to load; the dead are noticed otherwise
-_LANES = 16  # what sizes of shards are rounded up to: kernels read rows of 32 bytes and more
+_c10d: Any = distributed_c10d  # its classes of backends have few types
+_TIMEOUT = datetime.timedelta(minutes=30)  # a rank may wait long for another to load; lost ranks are noticed elsewhere
+_SHARD_MULTIPLE = 16  # sizes of shards are rounded up to it: kernels read rows of 32 bytes and more
 
 
 class RankError(RuntimeError):
-    """One rank has failed, and with it all; the message names it and says why."""
+    """A rank has failed, and all ranks end with it; the message names the rank and says why."""
 
 
 class CollectiveError(RuntimeError):
@@ -35,53 +35,53 @@ class CollectiveError(RuntimeError):
 
 
 class TensorParallel:
-    """One of `size` ranks. Made by `connect_cpus` or `connect_gpus`; `SINGLE` is the only rank there is."""
+    """One of `size` ranks, made by `connect_cpus` or `connect_gpus`. `SINGLE` is the rank of an engine that has one."""
 
     def __init__(self, rank: int = 0, size: int = 1, collectives: Collectives | None = None) -> None:
         if size > 1 and collectives is None:
-            raise ValueError(f"{size} ranks need a way to each other")
+            raise ValueError(f"{size} ranks need collectives: make them with connect_cpus or connect_gpus")
         self.rank = rank
         self.size = size
         self._collectives = collectives
 
     def shard(self, full: int) -> Shard:
         """This rank's part of a dimension."""
-        return shard_evenly(full, self.rank, self.size, _LANES)
+        return shard_evenly(full, self.rank, self.size, _SHARD_MULTIPLE)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadShards:
         """This rank's part of attention."""
         return shard_heads(num_heads, num_kv_heads, self.rank, self.size)
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of all ranks' x (contiguous), of which x is the memory or may be overwritten; same bits everywhere
+        """The sum of all ranks' x (contiguous), with the same bits on every rank; may overwrite x and return it.
 
-        Plus `residual`, which is like x, and the same on all ranks. It comes last: terms are small beside it, and would
-        be rounded at its magnitude.
+        `residual`, which is like x and the same on all ranks, is added last: terms are small beside it, and would be
+        rounded at its magnitude.
         """
         if self._collectives is None or not x.numel():
             return x if residual is None else x.add_(residual)
-        return self._collectives.sum(x, residual)
+        return self._collectives.all_reduce(x, residual)
 
     def all_gather(self, x: torch.Tensor, width: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """All ranks' x [rows, n] side by side, cut to `width` columns -> [rows, width], in `out` where that is given"""
+        """All ranks' x [rows, n] side by side, cut to `width` columns -> [rows, width], in `out` if that is given"""
         if self._collectives is None:
             return x if out is None else out.copy_(x)
         rows, columns = x.shape
         if not rows:
             return x.new_empty(0, width) if out is None else out
         gathered = x.new_empty(self.size * rows, columns)
-        self._collectives.gather(gathered, x)
+        self._collectives.all_gather(gathered, x)
         parts = [
             part[:, : max(0, width - rank * columns)] for rank, part in enumerate(gathered.view(self.size, rows, -1))
         ]
         return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)
 
     def minimum(self, number: int) -> int:
-        """The least of all ranks' numbers. Waits for all ranks."""
+        """The least of all ranks' numbers; waits for all ranks."""
         return number if self._collectives is None else self._collectives.minimum(number)
 
     def abort(self) -> None:
-        """Give up what runs on this rank, from any thread; no operation is possible afterwards."""
+        """Give up what runs on this rank; any thread may call it. No operation is possible afterwards."""
         if self._collectives is not None:
             self._collectives.abort()
 
@@ -90,35 +90,35 @@ SINGLE = TensorParallel()
 
 
 class Collectives:
-    """The operations of `TensorParallel` over a process group of torch's, gloo's or NCCL's."""
+    """The operations of `TensorParallel` over one of torch's process groups, gloo's or NCCL's."""
 
     def __init__(
-        self, group: Any, device: torch.device, direct: SymmMemAllReduce | None = None, *, in_order: bool = False
+        self, group: Any, device: torch.device, symm_mem: SymmMemAllReduce | None = None, *, deterministic: bool = False
     ) -> None:
         self._group = group
         self._device = device
-        self._direct = direct  # for small tensors
-        self._in_order = in_order
+        self._symm_mem = symm_mem  # for small tensors
+        self._deterministic = deterministic
 
-    def sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if self._direct is not None and self._direct.takes(x):
-            return self._direct.sum(x, residual)
-        if self._in_order:
-            return self._sum_in_order(x, residual)
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if self._symm_mem is not None and self._symm_mem.supports(x):
+            return self._symm_mem.all_reduce(x, residual)
+        if self._deterministic:
+            return self._all_reduce_in_order(x, residual)
         options = _c10d.AllreduceOptions()
-        options.asyncOp = False  # on a GPU: in the stream that computes, so that it can lie in a graph
-        with _told_apart():
+        options.asyncOp = False  # on a GPU: on the stream that computes, so that a graph can capture it
+        with _as_collective_error():
             _wait(self._group.allreduce([x], options))
         return x if residual is None else x.add_(residual)
 
-    def _sum_in_order(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """In the order of the ranks, in float32, rounded once, as `one_shot_all_reduce` does it
+    def _all_reduce_in_order(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Sum in the order of the ranks, in float32, rounded once, as `one_shot_all_reduce` does.
 
         NCCL's order depends on a tensor's size and an element's place in it, and it rounds before the residual.
         """
         size = self._group.size()
         parts = x.new_empty(size, *x.shape)
-        self.gather(parts.view(size * x.shape[0], *x.shape[1:]), x)
+        self.all_gather(parts.view(size * x.shape[0], *x.shape[1:]), x)
         total = parts[0].float()
         for part in parts[1:]:
             total += part
@@ -126,17 +126,17 @@ class Collectives:
             total += residual
         return total.to(x.dtype)
 
-    def gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         options = _c10d.AllgatherOptions()
         options.asyncOp = False
-        with _told_apart():
+        with _as_collective_error():
             _wait(self._group._allgather_base(out, x, options))
 
     def minimum(self, number: int) -> int:
         tensor = torch.tensor([number], dtype=torch.int64, device=self._device)
         options = _c10d.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp.MIN
-        with _told_apart():
+        with _as_collective_error():
             _wait(self._group.allreduce([tensor], options))
         return int(tensor.item())
 
@@ -150,49 +150,48 @@ def _wait(work: Any) -> None:
 
 
 @contextmanager
-def _told_apart() -> Iterator[None]:
-    """torch reports a lost peer as a plain RuntimeError."""
+def _as_collective_error() -> Iterator[None]:
+    """Raise CollectiveError instead of the plain RuntimeError by which torch reports a lost peer."""
     try:
         yield
     except RuntimeError as error:
-        raise CollectiveError(f"a sum or exchange over all ranks failed: {error}") from error
+        raise CollectiveError(f"a collective operation over all ranks failed: {error}") from error
 
 
 def connect_cpus(store: Any, rank: int, size: int, address: str) -> TensorParallel:
-    """Meet the other ranks at `store`, listening at `address`; waits for all of them."""
+    """Join the other ranks through `store`, listening at `address`; waits for all of them."""
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = _TIMEOUT
-    with _told_apart():
+    with _as_collective_error():
         group = _c10d.ProcessGroupGloo(store, rank, size, options)
     return TensorParallel(rank, size, Collectives(group, torch.device("cpu")))
 
 
 def connect_gpus(
-    store: Any, rank: int, size: int, dtype: torch.dtype, *, name: str, direct: bool, in_order: bool = False
+    store: Any, rank: int, size: int, dtype: torch.dtype, *, name: str, symm_mem: bool, deterministic: bool = False
 ) -> TensorParallel:
-    """Meet the other ranks at `store`, this one on the current device; waits for all of them.
+    """Join the other ranks through `store`, on the current device; waits for all of them.
 
-    Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new. With `direct` small tensors are
-    summed through symmetric memory, where the GPUs, all of this node, can read each other's. With `in_order` the bits
-    of a sum depend on its terms alone, not on what else is summed with it.
+    Most of what is summed will be of `dtype`. `name` is the same on all ranks, and new. With `symm_mem` small tensors
+    are summed through symmetric memory if the GPUs, all of one node, can access each other's memory. With
+    `deterministic` the bits of a sum depend on its terms alone, not on what else is summed with it.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     options = _c10d.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
-    with _told_apart():
+    with _as_collective_error():
         nccl = _c10d.ProcessGroupNCCL(store, rank, size, options)
         nccl.eager_connect_single_device(device)
-    small_sums = None
-    direct = direct and not (
-        in_order and size > 2
-    )  # between two all goes through one_shot_all_reduce, which sums in order
-    if direct and SymmMemAllReduce.is_possible(dtype, size):
-        small_sums = SymmMemAllReduce(store, nccl, name, device, dtype)
+    symm_mem_all_reduce = None
+    # two ranks sum everything through one_shot_all_reduce, which adds in order
+    symm_mem = symm_mem and (size <= 2 or not deterministic)
+    if symm_mem and SymmMemAllReduce.is_available(dtype, size):
+        symm_mem_all_reduce = SymmMemAllReduce(store, nccl, name, device, dtype)
     if rank == 0:
-        small = "NCCL too" if small_sums is None else "symmetric memory"
+        small = "NCCL too" if symm_mem_all_reduce is None else "symmetric memory"
         logger.info("%d ranks sum through NCCL, small tensors through %s", size, small)
-    return TensorParallel(rank, size, Collectives(nccl, device, small_sums, in_order=in_order))
+    return TensorParallel(rank, size, Collectives(nccl, device, symm_mem_all_reduce, deterministic=deterministic))
 
 
 def own_address(peer: str, port: int) -> str:

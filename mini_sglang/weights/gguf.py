@@ -1,6 +1,7 @@
 """The tensors of a GGUF file under Hugging Face names, in Hugging Face's row order, dequantised or as 4-bit blocks.
 
-Block layouts are the `gguf` package's business, except that `blocks` hands out those of Q4_0 and Q4_1 unexpanded.
+The layouts of blocks are the `gguf` package's business, except those of Q4_0 and Q4_1, which `blocks` returns as they
+are stored. It knows no model, only which rows llama.cpp reorders.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SUPPORTED_TYPES = frozenset(
     }
 )
 FOUR_BIT_TYPES = frozenset({_TYPES.Q4_0, _TYPES.Q4_1})
-_CHUNK_BYTES = 1 << 20  # of stored bytes dequantised at once: bounds the temporaries, which are several times larger
+_CHUNK_BYTES = 1 << 20  # stored bytes to dequantise at a time: bounds the temporaries, which are several times larger
 _GROUP_SIZE = 32  # weights per block of Q4_0 and Q4_1
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -59,14 +60,14 @@ _LAYER_NAMES = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-# Rotary factors of Llama 3.1: they are part of the configuration (see model_config), no weight.
+# Rotary factors of Llama 3.1: part of the configuration (see gguf_config.py), not a weight.
 _NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
 
 
 def open_gguf(file: GGUFFile, config: ModelConfig) -> dict[str, CheckpointTensor]:
-    """Every tensor of the file by its Hugging Face name (an unknown GGUF name stands for itself); nothing is read yet.
+    """Every tensor of the file by its Hugging Face name, or by its GGUF name if it has none; nothing is read yet.
 
-    Raises WeightsError listing the tensors whose type cannot be dequantised.
+    Raises WeightsError that lists the tensors whose type cannot be dequantised.
     """
     refused = [f"{t.name} ({t.type.name})" for t in file.tensors.values() if t.type not in SUPPORTED_TYPES]
     if refused:
@@ -90,7 +91,7 @@ def open_gguf(file: GGUFFile, config: ModelConfig) -> dict[str, CheckpointTensor
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; a name not known stays as it is."""
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
         return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if part in _LAYER_NAMES else name
@@ -101,7 +102,7 @@ def hf_name(name: str) -> str:
 class GGUFTensor:
     """One tensor, or with `expert` that expert's part of one.
 
-    With `heads`, rows are stored in llama.cpp's interleaved rotary order and handed out half-split.
+    With `heads`, the file has rows in llama.cpp's interleaved rotary order, and they are returned half-split.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class GGUFTensor:
         self.shape = info.shape if expert is None else info.shape[1:]
 
     def dense(self) -> torch.Tensor:
-        """The values, float32, of `shape`."""
+        """The values as float32, of `shape`."""
         rows = self._rows()
         result = np.empty((rows.shape[0], math.prod(self.shape) // rows.shape[0]), np.float32)
         step = max(1, _CHUNK_BYTES // rows.shape[1])
@@ -139,7 +140,7 @@ class GGUFTensor:
         return QuantizedBlocks(q, scale, minimum, _GROUP_SIZE)
 
     def _rows(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes by row, [rows, bytes per row]. Blocks never span rows, so rows can be moved as bytes."""
+        """The stored bytes by row, [rows, bytes per row]. Blocks never span rows, so rows can be reordered as bytes."""
         rows = np.asarray(self._file.read(self._info))
         if self._expert is not None:
             return rows[self._expert * self.shape[0] :][: self.shape[0]]
@@ -153,7 +154,7 @@ class GGUFTensor:
 def _unpack(
     rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Rows of 4-bit blocks → q [rows, columns] uint8, scale and minimum [rows, columns / 32] float32.
+    """Unpack rows of 4-bit blocks → q [rows, columns] uint8, scale and minimum [rows, columns / 32] float32.
 
     A block is fp16 scale d, in Q4_1 also fp16 minimum m, and 16 bytes whose low nibbles are the first 16 weights;
     w = d * q + m in Q4_1 and d * (q - 8) in Q4_0.

@@ -1,4 +1,7 @@
-"""Reads a `ModelConfig` from the metadata of a GGUF file. Without torch."""
+"""Reads a `ModelConfig` from the metadata of a GGUF file.
+
+It knows GGUF's keys and llama.cpp's conventions. It works without torch and reads no weights.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ _GGUF_ARCHITECTURES = {
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """The configuration in a GGUF file. What the metadata leaves unsaid is taken from the tensors that exist."""
+    """The configuration in a GGUF file. What the metadata leave out is taken from the tensors that exist.
+
+    Raises ValueError, naming the key, for what is missing or not supported.
+    """
     architecture = file.metadata.get("general.architecture")
     if architecture not in _GGUF_ARCHITECTURES:
         supported = ", ".join(_GGUF_ARCHITECTURES)
@@ -59,7 +65,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     rope_scaling = _rope_scaling(keys, head_dim, trained_length)
     embedding = file.tensors.get("token_embd.weight")
     return ModelConfig(
-        # llama.cpp takes Mistral and Mixtral for kinds of Llama
+        # llama.cpp stores Mistral and Mixtral as kinds of Llama
         architecture="mixtral" if architecture == "llama" and experts else _GGUF_ARCHITECTURES[architecture],
         vocab_size=embedding.shape[0] if embedding else len(file.metadata.get("tokenizer.ggml.tokens", [])),
         hidden_size=hidden_size,
@@ -76,7 +82,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         attention_output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        # every fourth, which no metadata say: llama.cpp has it in its code
+        # every fourth: no metadata say so, llama.cpp has it in its code
         unrotated_layers=frozenset(range(3, num_layers, 4)) if architecture == "smollm3" else frozenset(),
         experts=experts,
         eos_token_ids=gguf_end_token_ids(file.metadata),
@@ -84,7 +90,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 class _Keys:
-    """Metadata under the architecture's own prefix."""
+    """The metadata under the architecture's own prefix."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
@@ -111,7 +117,7 @@ class _Keys:
 
 
 def _experts(keys: _Keys) -> ExpertsConfig:
-    """A layer with a router has experts. Their weights are normalised unless the file says otherwise."""
+    """The mixture of experts: a layer with a router has them; weights are normalised unless the file says otherwise."""
     routers = {layer: f"blk.{layer}.ffn_gate_inp.weight" for layer in range(int(keys.required("block_count")))}
     return ExpertsConfig(
         num_experts=int(keys.required("expert_count")),
@@ -128,7 +134,7 @@ def _as_written(value: float) -> float:
 
 
 def gguf_end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """All end tokens of a GGUF file: those that the metadata name, and control tokens with the text of one."""
+    """All end tokens of a GGUF file: those that the metadata name, and control tokens whose text is an end token's."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
     typed = enumerate(zip(tokens, kinds, strict=False))
@@ -164,9 +170,9 @@ def _rope_scaling(keys: _Keys, head_dim: int, trained_length: int) -> RopeScalin
 def llama3_scaling(factors: npt.NDArray[np.float32], theta: float, head_dim: int) -> RopeScaling:
     """The Llama 3.1 scaling whose divisors of the rotary frequencies are `factors`, [head_dim / 2].
 
-    llama.cpp keeps the divisors instead of the parameters. The two frequency bounds scale with the original length,
-    so the released 1 and 4 can be taken for them; the length follows from any divisor between 1 and the factor.
-    Raises ValueError if no such scaling gives these divisors.
+    llama.cpp keeps the divisors instead of the parameters. The two frequency bounds scale with the original length, so
+    the released 1 and 4 can be assumed; the length follows from any divisor between 1 and the factor. Raises ValueError
+    if no such scaling gives these divisors.
     """
     factor = _as_written(float(factors.max()))
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -178,11 +184,11 @@ def llama3_scaling(factors: npt.NDArray[np.float32], theta: float, head_dim: int
         scaling = RopeScaling(kind="llama3", factor=factor, original_context_length=length)
         if np.allclose(llama3_divisors(scaling, theta, head_dim), factors, rtol=1e-3):
             return scaling
-    raise ValueError("GGUF rope_freqs.weight holds factors that are no Llama 3.1 scaling, which is not supported")
+    raise ValueError("GGUF rope_freqs.weight holds factors of no Llama 3.1 scaling; other scalings are not supported")
 
 
 def llama3_divisors(scaling: RopeScaling, theta: float, head_dim: int) -> npt.NDArray[np.float64]:
-    """What a Llama 3.1 scaling divides each rotary frequency by, [head_dim / 2]."""
+    """The divisors of the rotary frequencies in a Llama 3.1 scaling, [head_dim / 2]."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_context_length / (2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)

@@ -1,8 +1,8 @@
-"""The outside of a GGUF file: its metadata, and where each tensor's bytes lie.
+"""The header of a GGUF file: its metadata, and where each tensor's bytes are.
 
-Reads the header in one pass (`gguf.GGUFReader` makes several numpy objects per array element, 2.5 s for a 49,152-token
-vocabulary against 0.1 s here). What the bytes of a tensor mean is not known here; nor is torch, since the tokenizer
-lives in this file too. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+It is read in one pass (`gguf.GGUFReader` makes several numpy objects per array element: 2.5 s for a 49,152-token
+vocabulary, against 0.1 s here). This module does not know what a tensor's bytes mean, nor torch, since the tokenizer is
+in the file too. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. `shape` is outermost first, as torch has it (the file stores it innermost first)."""
+    """Where one tensor is. `shape` is outermost first, as in torch (the file stores it innermost first)."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """The metadata and the table of tensors of one file. Raises ValueError if it is no GGUF file, or cut short."""
+    """The metadata and the table of tensors of one file. Raises ValueError if it is not a GGUF file, or cut short."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,9 +49,9 @@ class GGUFFile:
                 raise ValueError(f"{path} is cut short: {tensor.name} ends at byte {end}, the file at {size}")
 
     def read(self, tensor: TensorInfo) -> npt.NDArray[np.uint8]:
-        """The stored bytes, [rows, bytes per row] uint8, a row being the innermost dimension.
+        """The stored bytes, [rows, bytes per row] uint8, where a row is the innermost dimension.
 
-        Mapped copy-on-write for this tensor alone, so that a file's pages leave memory with the tensor.
+        They are mapped copy-on-write for this tensor alone, so that the file's pages leave memory with the tensor.
         """
         rows = 1
         for extent in tensor.shape[:-1]:

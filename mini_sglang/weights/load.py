@@ -1,6 +1,6 @@
-"""Bring a checkpoint's tensors to their slots, one at a time, or fill the slots with reproducible random values.
+"""Brings a checkpoint's tensors to their slots, one at a time, or fills the slots with reproducible random values.
 
-Knows names and shapes; what a slot does with its tensor (shard, fuse, pack, convert) is the model's business.
+It knows names and shapes; what a slot does with its tensor (shard, fuse, pack, convert) is the model's business.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_weights(
 ) -> None:
     """Fill every slot from the checkpoint tensor of its name.
 
-    Holds one tensor at a time beside the model, the largest first, while most of the model's memory is untouched yet.
+    It holds one tensor at a time beside the model, the largest first, while most of the model's memory is untouched.
     Raises WeightsError, before any slot is filled, that lists all missing, unexpected and misshapen tensors.
     """
     is_gguf = source.kind == "gguf"
@@ -44,8 +44,9 @@ def load_weights(
 def load_dummy_weights(
     slots: Mapping[str, WeightSlot], *, seed: int, device: torch.device, show_progress: bool = True
 ) -> None:
-    """Fill every slot with random values drawn on `device`, which depend on the kind of device, `seed` and the tensor's
-    name alone: normal with deviation 0.02, around 1 for norm weights and 0 elsewhere.
+    """Fill every slot with random values: normal with deviation 0.02, around 1 for norm weights and 0 elsewhere.
+
+    They are drawn on `device` and depend on the kind of device, `seed` and the tensor's name alone.
     """
     plan = [(DummyTensor(name, slot.shape, seed, device), slot) for name, slot in slots.items()]
     _fill(plan, "Making random weights", show_progress)
@@ -59,7 +60,7 @@ def has_packed_blocks(source: ModelSource) -> bool:
 
 
 class DummyTensor:
-    """A tensor of random values, made when it is asked for."""
+    """A tensor of random values, made when they are asked for."""
 
     def __init__(self, name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> None:
         self.name = name
@@ -68,7 +69,7 @@ class DummyTensor:
         self._device = device
 
     def dense(self) -> torch.Tensor:
-        """The values, float32, of `shape`."""
+        """The values as float32, of `shape`."""
         digest = hashlib.sha256(f"{self._seed}:{self.name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         mean = 1.0 if self.name.endswith("norm.weight") else 0.0
@@ -82,7 +83,7 @@ class DummyTensor:
 def _match(
     tensors: Mapping[str, CheckpointTensor], slots: Mapping[str, WeightSlot], *, tied: bool, where: str
 ) -> list[tuple[CheckpointTensor, WeightSlot]]:
-    """Pair tensors with slots; in a model with tied embeddings the head, if it has a slot, is the embedding."""
+    """Pair tensors with slots; in a model with tied embeddings the head's slot, if there is one, gets the embedding."""
     source_names = {name: _EMBEDDING if tied and name == _HEAD else name for name in slots}
     missing = [name for name in slots if source_names[name] not in tensors]
     unexpected = [name for name in tensors if name not in slots and not _is_ignored(name, tied)]
@@ -99,7 +100,7 @@ def _match(
 
 
 def _is_ignored(name: str, tied: bool) -> bool:
-    """Rotary buffers, which old checkpoints carry, and the copy of the embedding in tied ones."""
+    """Whether it is a rotary buffer, which old checkpoints have, or the head of a model with tied embeddings."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 

@@ -1,4 +1,7 @@
-"""Reads a checkpoint's `ModelConfig`, whichever format it has. Without torch."""
+"""Reads a checkpoint's `ModelConfig`, whichever format it has.
+
+It only chooses the reader: `gguf_config.py` and `hf_config.py` know the formats. Without torch.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from mini_sglang.weights.hub import ModelSource
 
 
 def load_model_config(source: ModelSource) -> ModelConfig:
-    """The model's sizes, switches and end tokens.
+    """Read the model's sizes, switches and end tokens.
 
-    Raises FileNotFoundError without config.json, ValueError for what is malformed or not supported, naming it.
+    Raises FileNotFoundError without config.json, and ValueError, naming it, for what is malformed or not supported.
     """
     try:
         if source.kind == "gguf":

@@ -1,4 +1,7 @@
-"""The tensors of a folder of safetensors, single or sharded. Never pickle: other weight formats are not looked at."""
+"""The tensors of a folder of safetensors, in one file or in shards.
+
+It never reads pickle: other weight formats are not looked at. Knows no model.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ _DTYPES = frozenset({"F32", "F16", "BF16"})
 
 
 def open_safetensors(folder: Path) -> dict[str, CheckpointTensor]:
-    """Every tensor of the folder's safetensors by name; headers are read, values are not.
+    """Every tensor of the folder's safetensors by name; it reads the headers, not the values.
 
-    Raises WeightsError for missing shards, unreadable files and dtypes that are no plain floats, FileNotFoundError for
+    Raises WeightsError for missing shards, unreadable files and dtypes that are not plain floats, FileNotFoundError for
     a folder without safetensors.
     """
     tensors: dict[str, CheckpointTensor] = {}
@@ -60,7 +63,7 @@ def _indexed_names(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(f"{index} is no valid index of safetensors: {error!r}") from error
+        raise WeightsError(f"{index} is not a valid index of safetensors: {error!r}") from error
     outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise WeightsError(f"{index} names files outside its folder: {', '.join(map(str, outside))}")
@@ -68,7 +71,7 @@ def _indexed_names(index: Path) -> list[str]:
 
 
 class SafetensorsTensor:
-    """One tensor. The file is mapped anew for each, so that its pages leave memory with the tensor."""
+    """One tensor. Each has its own mapping of the file, whose pages leave memory with the tensor."""
 
     def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
         self._path = path

@@ -1,4 +1,7 @@
-"""How a tensor of a checkpoint reaches its place in the model: one at a time, dense or in its quantised blocks."""
+"""How a tensor of a checkpoint reaches its place in the model: one at a time, dense or in its quantised blocks.
+
+The readers of formats make `CheckpointTensor`s, layers make `WeightSlot`s; this module knows neither.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class CheckpointTensor(Protocol):
         ...
 
     def blocks(self) -> QuantizedBlocks | None:
-        """The 4-bit blocks, where the tensor is stored in Q4_0 or Q4_1; else None."""
+        """The 4-bit blocks if the tensor is stored in Q4_0 or Q4_1, else None."""
         ...
 
 
@@ -46,10 +49,10 @@ class WeightSlot:
 
 
 class WeightsError(ValueError):
-    """A checkpoint whose tensors do not fit the model or cannot be read; the message lists them."""
+    """The tensors of a checkpoint do not fit the model or cannot be read; the message lists them."""
 
 
 def listed(names: list[str], most: int = 5) -> str:
-    """The first of some names, and how many more there are."""
+    """The first `most` names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest

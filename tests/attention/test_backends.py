@@ -233,7 +233,7 @@ def test_random_steps_equal_float64(subject: Subject, seed: int) -> None:
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=subject_id)
 def test_decodes_planned_on_the_device_equal_float64(subject: Subject) -> None:
-    """What lies in CUDA graphs."""
+    """These are the plans that CUDA graphs capture."""
     torch.manual_seed(0)
     rows = ROWS["decodes"]
     page_size, head_dim = subject.page_sizes[-1], subject.head_dims[-1]

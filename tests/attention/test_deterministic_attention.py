@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.usefixtures("dot_by_elements")
 def test_deterministic_plans_give_a_token_the_same_bits_in_every_step() -> None:
-    """A prompt of 37 tokens beside others, in chunks, and decoded in a step that could lie in a CUDA graph."""
+    """A prompt of 37 tokens beside others, in chunks, and decoded in a step that a CUDA graph could capture."""
     torch.manual_seed(0)
     pool = KVPool(
         num_layers=1, num_pages=12, page_size=16, num_kv_heads=2, head_dim=32, dtype=torch.float32, device=DEVICE

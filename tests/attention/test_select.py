@@ -1,4 +1,4 @@
-"""`attention_backend` names what exists, and says what is missing where it cannot be had."""
+"""`attention_backend` names the backends that exist; a backend that cannot run here says what it lacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_auto_is_the_fastest_that_reads_the_pool(
     [
         ("triton", CPU, FP32, FP32, "attention_backend=triton needs a GPU"),
         ("triton,flashinfer", CPU, FP32, FP32, "attention_backend=triton needs a GPU"),
-        ("cpu", CPU, FP32, FP8, "attention_backend=cpu reads no kv_cache_dtype=fp8"),
+        ("cpu", CPU, FP32, FP8, "attention_backend=cpu does not support kv_cache_dtype=fp8"),
         ("cpu", CPU, FP16, FP16, "attention_backend=cpu needs a CPU and float32 or bfloat16"),
         ("cpu", GPU, BF16, BF16, "attention_backend=cpu needs a CPU and float32 or bfloat16"),
     ],
@@ -83,5 +83,5 @@ def test_flashinfer_names_the_head_dim_that_it_lacks() -> None:
 def test_a_sliding_window_is_refused_where_it_would_be_ignored(names: str) -> None:
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": 1, "num_kv_heads": 1, "head_dim": 16}
     pool = KVPool(**sizes, dtype=BF16, device=CPU)
-    with pytest.raises(ValueError, match="does not keep to the model's sliding window of 24 tokens; choose"):
+    with pytest.raises(ValueError, match="does not support the model's sliding window of 24 tokens; choose"):
         make_backends(names, pool, num_heads=1, dtype=BF16, max_rows=1, window=24)

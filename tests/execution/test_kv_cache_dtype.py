@@ -51,7 +51,7 @@ def test_the_same_memory_holds_four_times_the_pages_of_float32(write_checkpoint:
 
 def test_the_cpu_backend_refuses_it(write_checkpoint: Any, running: Any) -> None:
     with (
-        pytest.raises(ValueError, match="attention_backend=cpu reads no kv_cache_dtype=fp8"),
+        pytest.raises(ValueError, match="attention_backend=cpu does not support kv_cache_dtype=fp8"),
         running(write_checkpoint("llama").path, kv_cache_dtype="fp8", attention_backend="cpu"),
     ):
         pass

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of rows of given lengths. Every cell that belongs to no row is NaN, every spare page id -1."""
+    """Keys and values of rows of given lengths. Cells that belong to no row are NaN, spare page ids are -1."""
 
     keys: torch.Tensor  # [num_cells, kv_heads, head_dim]
     values: torch.Tensor

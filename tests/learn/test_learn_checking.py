@@ -1,4 +1,4 @@
-"""What a check says its expectations with: a failure holds everything that a learner has to be told."""
+"""How checks state their expectations: a failure holds everything that a learner has to be told."""
 
 from __future__ import annotations
 

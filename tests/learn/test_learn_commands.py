@@ -52,7 +52,7 @@ def test_start_writes_the_modules_without_the_bodies_and_never_over_work(learn: 
     page = Path("mini-sglang-course/L2/lesson.md").read_text()
     assert "class NewPages" in page
     module.write_text("# mine\n")
-    assert "is already there" in learn("start", "L2", status=2)
+    assert "already exists" in learn("start", "L2", status=2)
     assert module.read_text() == "# mine\n"
 
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_python_or_is_missing_is_one_line(learn: Learn) -> Non
     learn("start", "L2")
     module = Path("mini-sglang-course/L2/scheduling/kv_cache.py")
     module.write_text("def f(:\n")
-    assert "kv_cache.py, line 1: this is no Python yet" in learn("check", "L2", status=2)
+    assert "kv_cache.py, line 1: this is not Python yet" in learn("check", "L2", status=2)
     module.unlink()
     assert "kv_cache.py is missing" in learn("check", "L2", status=2)
 

@@ -65,7 +65,7 @@ def test_what_is_still_blank_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("Box.weigh", "no Box.weigh"), ("Box", "no function"), ("LIMIT", "no fun")]
+    ("name", "message"), [("Box.weigh", "no Box.weigh"), ("Box", "Box is not a function"), ("LIMIT", "not a function")]
 )
 def test_what_cannot_be_blanked_is_named(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -104,7 +104,7 @@ def test_a_page_keeps_all_but_its_quotes() -> None:
         ("mini_sglang.scheduling.page_allocator:PageAllocator#tail", "got #tail"),
     ],
 )
-def test_a_quote_that_leads_nowhere_is_an_error_that_names_it(reference: str, message: str) -> None:
+def test_a_quote_that_does_not_resolve_is_an_error_that_names_it(reference: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         expand(f'--8<-- "{reference}"\n')
     assert reference in str(raised.value)

@@ -1,6 +1,6 @@
-"""A model on a GPU's kernels says what one on PyTorch's says.
+"""A model on a GPU's kernels computes what one on PyTorch's computes.
 
-Through Triton's interpreter where there is no GPU.
+It runs in Triton's interpreter if there is no GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def model_on(kernels: Kernels, config: ModelConfig, *, seed: int = 0) -> Transfo
 
 
 def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
-    """Of each token of one row [tokens, vocab]"""
+    """The logits of each token of one row [tokens, vocab]"""
     pool = KVPool(
         num_layers=model.config.num_layers,
         num_pages=1,

@@ -27,7 +27,7 @@ def steps_of(path: Path) -> list[Step]:
 
 
 def finish(engine: Engine) -> dict[str, int]:
-    """Step until nothing is left; how many tokens came of each request."""
+    """Step until nothing is left; returns how many tokens each request got."""
     tokens: dict[str, int] = {}
     while engine.has_work:
         for output in engine.step():
@@ -167,7 +167,11 @@ def test_a_torn_last_line_is_dropped_and_any_other_is_an_error(path: Path) -> No
     path.write_bytes(whole + b'{"kind":"unknown"}\n')
     with pytest.raises(ValueError, match="line 3"):
         list(read_lines(path))
-    for text, message in ((b"hello\n", "line 1"), (whole.partition(b"\n")[2], "no header"), (whole * 2, "line 3 is a")):
+    for text, message in (
+        (b"hello\n", "line 1"),
+        (whole.partition(b"\n")[2], "line 1 is not a header"),
+        (whole * 2, "line 3 is a"),
+    ):
         path.write_bytes(text)
         with pytest.raises(ValueError, match=message):
             list(read_lines(path))

@@ -1,4 +1,4 @@
-"""Sums through the memory of other GPUs: what can be seen of it without any."""
+"""The store through which symmetric memory finds the other ranks, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch._C._distributed_c10d as _c10d
 
-from mini_sglang.parallel.symm_mem import CountingFromZero
+from mini_sglang.parallel.symm_mem import RenumberedStore
 
 
 def exchange(store: _c10d.Store, number: int, rank: int) -> list[bytes]:
@@ -18,9 +18,9 @@ def exchange(store: _c10d.Store, number: int, rank: int) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
-def test_ranks_meet_whatever_their_processes_did_before(tmp_path: Path) -> None:
+def test_ranks_find_each_other_whatever_their_processes_did_before(tmp_path: Path) -> None:
     def work(rank: int) -> list[list[bytes]]:
-        store = CountingFromZero(_c10d.FileStore(str(tmp_path / "store"), 2))
+        store = RenumberedStore(_c10d.FileStore(str(tmp_path / "store"), 2))
         within = _c10d.PrefixStore("symmetric_memory", store)  # torch calls it from C++, as this does
         earlier = 7 if rank == 0 else 0
         return [exchange(within, number, rank) for number in range(earlier, earlier + 3)]
@@ -31,7 +31,7 @@ def test_ranks_meet_whatever_their_processes_did_before(tmp_path: Path) -> None:
 
 def test_other_keys_stay_as_they_are(tmp_path: Path) -> None:
     plain = _c10d.FileStore(str(tmp_path / "store"), 1)
-    store = CountingFromZero(plain)
+    store = RenumberedStore(plain)
     store.set("0/1", "kept")
     assert plain.get("0/1") == b"kept"
     assert store.add("count/3", 2) == 2

@@ -43,8 +43,8 @@ def test_sums_have_the_same_bits_on_all_ranks(on_ranks: OnRanks, dtype: torch.dt
     torch.testing.assert_close(sums[0].double(), expected, atol=0.05, rtol=0.02)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_a_residual_is_added_once_and_takes_no_bits_from_the_parts(on_ranks: OnRanks, in_order: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_residual_is_added_once_and_does_not_round_the_parts(on_ranks: OnRanks, deterministic: bool) -> None:
     def part(rank: int) -> torch.Tensor:
         return torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
@@ -52,7 +52,7 @@ def test_a_residual_is_added_once_and_takes_no_bits_from_the_parts(on_ranks: OnR
 
     def work(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         assert parallel._collectives is not None
-        parallel._collectives._in_order = in_order
+        parallel._collectives._deterministic = deterministic
         mine = part(parallel.rank)
         together = parallel.all_reduce(mine.clone(), residual.clone())
         return together, parallel.all_reduce(mine + residual if parallel.rank == 0 else mine)
@@ -64,7 +64,7 @@ def test_a_residual_is_added_once_and_takes_no_bits_from_the_parts(on_ranks: OnR
     assert all(together.equal(sums[0][0]) for together, _ in sums)
 
 
-def test_sums_in_order_have_the_bits_of_each_row_alone(on_ranks: OnRanks) -> None:
+def test_deterministic_sums_have_the_bits_of_each_row_alone(on_ranks: OnRanks) -> None:
     def parts(rank: int) -> torch.Tensor:
         return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
@@ -72,7 +72,7 @@ def test_sums_in_order_have_the_bits_of_each_row_alone(on_ranks: OnRanks) -> Non
 
     def work(parallel: TensorParallel) -> torch.Tensor:
         assert parallel._collectives is not None
-        parallel._collectives._in_order = True
+        parallel._collectives._deterministic = True
         mine = parts(parallel.rank)
         together = parallel.all_reduce(mine.clone(), residual)
         rows = zip(mine.split(1), residual.split(1), strict=True)
@@ -80,15 +80,15 @@ def test_sums_in_order_have_the_bits_of_each_row_alone(on_ranks: OnRanks) -> Non
         return together
 
     sums = on_ranks(work)
-    in_order = torch.zeros(5, 7)
+    expected = torch.zeros(5, 7)
     for rank in range(len(sums)):
-        in_order += parts(rank)
-    in_order += residual
-    assert all(total.equal(in_order.bfloat16()) for total in sums)
+        expected += parts(rank)
+    expected += residual
+    assert all(total.equal(expected.bfloat16()) for total in sums)
 
 
 @pytest.mark.parametrize("width", [1, 4, 5, 8])
-def test_columns_are_joined_and_what_was_added_is_cut_off(on_ranks: OnRanks, width: int) -> None:
+def test_columns_are_joined_and_padding_is_cut_off(on_ranks: OnRanks, width: int) -> None:
     whole = torch.arange(3 * width).view(3, width).float()
 
     def gather(parallel: TensorParallel) -> list[torch.Tensor]:
@@ -123,6 +123,6 @@ def test_one_rank_is_the_identity() -> None:
     assert SINGLE.minimum(7) == 7
 
 
-def test_ranks_without_a_way_to_each_other() -> None:
-    with pytest.raises(ValueError, match="2 ranks need a way"):
+def test_several_ranks_need_collectives() -> None:
+    with pytest.raises(ValueError, match="2 ranks need collectives"):
         TensorParallel(0, 2)

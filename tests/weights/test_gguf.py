@@ -1,4 +1,4 @@
-"""What GGUF files hold: every supported type, and a clear word about the others."""
+"""What GGUF files hold: every supported type is read, and an error names the others."""
 
 from __future__ import annotations
 

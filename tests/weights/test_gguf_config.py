@@ -80,7 +80,7 @@ def test_malformed_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_model_config(source)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"model 'mine'.*config\.json is no valid JSON"):
+    with pytest.raises(ValueError, match=r"model 'mine'.*config\.json is not valid JSON"):
         load_model_config(source)
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match=r"model 'mine'.*'mamba'"):
@@ -115,6 +115,6 @@ def test_gguf_and_safetensors_of_one_mixture_agree(
 
 
 def test_llama_cpp_takes_mistral_for_llama(write_gguf: Write) -> None:
-    """So a file says nothing of a window."""
+    """So a GGUF file says nothing about a window."""
     config = load_model_config(write_gguf("mistral", sliding_window=24).source)
     assert (config.architecture, config.sliding_window) == ("llama", None)

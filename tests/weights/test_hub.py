@@ -153,7 +153,7 @@ class TestPaths:
 
     def test_another_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "model.bin").write_bytes(b"")
-        with pytest.raises(ValueError, match=r"no \.gguf"):
+        with pytest.raises(ValueError, match=r"not a \.gguf"):
             resolve_model(str(tmp_path / "model.bin"))
 
     @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "missing.gguf", "a/b/c", "with space"])

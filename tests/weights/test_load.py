@@ -24,7 +24,7 @@ Write = Callable[..., Any]
 
 
 class Store:
-    """Slots for every parameter of a model that keep what they are given, dense and as blocks."""
+    """Slots for every parameter of a model that keep the tensors they are given, dense and as blocks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.values: dict[str, torch.Tensor] = {}
@@ -158,7 +158,7 @@ def test_an_index_that_points_elsewhere_is_refused(write_checkpoint: Write) -> N
     index = checkpoint.path / "model.safetensors.index.json"
     for content in ("[]", "{", '{"weight_map": 3}'):
         index.write_text(content)
-        with pytest.raises(WeightsError, match=r"no valid index"):
+        with pytest.raises(WeightsError, match=r"not a valid index"):
             Store(checkpoint.model).load(checkpoint.source)
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}}))
     with pytest.raises(WeightsError, match=r"outside its folder: \.\./model\.safetensors"):

@@ -1,8 +1,8 @@
-"""The code of the CPU's fused kernels, compiled by Numba: norm, rotation, gate, and attention of decodes over pages.
+"""The code of the CPU's fused kernels, compiled by Numba: norm, rotation, gate, and decode attention over pages.
 
-Each kernel takes an address, at which it finds int64s: a counter for `next_share`, and then its arguments, tensors as
-addresses: wrapping every tensor as an array would cost more than the kernel. bfloat16 travels as its 16 bits; all
-arithmetic is float32. `TorchKernels` and the reference attention define what they compute.
+A kernel takes one address of int64s: a counter for `next_work_item`, and then the kernel's arguments. Tensors are
+passed as addresses, since wrapping each as an array would cost more than the kernel. A bfloat16 is passed as its 16
+bits; all arithmetic is float32. `TorchKernels` and the reference attention define what the kernels compute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-_SHARE = 8  # rows that a thread takes at a time
+_ROWS_PER_ITEM = 8  # that a thread takes at a time
 
 _OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True, "cache": True
@@ -25,7 +25,7 @@ _compile = cfunc("void(voidptr)", **_OPTIONS)
 
 
 class Compiled(NamedTuple):
-    """Objects of `numba.cfunc`, each void(voidptr)."""
+    """The kernels, objects of `numba.cfunc` of type void(voidptr)."""
 
     rms_norm: Any
     rope_store: Any
@@ -34,18 +34,18 @@ class Compiled(NamedTuple):
 
 
 @cache  # compiled code is the same for every engine of a process
-def compiled_for(cell: Any) -> Compiled:
-    """The kernels over memory cells of one type: float32, or uint16 for the bits of bfloat16."""
+def compiled_for(element: Any) -> Compiled:
+    """The kernels over tensors of one element type: float32, or uint16 for the bits of bfloat16."""
 
     @_compile
     def rms_norm(data):
         _, x_at, weight_at, out_at, rows, size = carray(data, (6,), np.int64)
         eps = carray(data, (7,), np.float64)[6]
-        x, out = carray(_pointer(x_at), (rows, size), cell), carray(_pointer(out_at), (rows, size), cell)
-        weight = carray(_pointer(weight_at), (size,), cell)
-        first = next_share(data) * _SHARE
+        x, out = carray(_pointer(x_at), (rows, size), element), carray(_pointer(out_at), (rows, size), element)
+        weight = carray(_pointer(weight_at), (size,), element)
+        first = next_work_item(data) * _ROWS_PER_ITEM
         while first < rows:
-            for row in range(first, min(first + _SHARE, rows)):
+            for row in range(first, min(first + _ROWS_PER_ITEM, rows)):
                 total = np.float32(0)
                 for i in range(size):
                     value = _widen(x[row, i])
@@ -53,7 +53,7 @@ def compiled_for(cell: Any) -> Compiled:
                 scale = np.float32(1 / math.sqrt(total / size + eps))
                 for i in range(size):
                     out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
-            first = next_share(data) * _SHARE
+            first = next_work_item(data) * _ROWS_PER_ITEM
 
     @_compile
     def rope_store(data):
@@ -62,19 +62,20 @@ def compiled_for(cell: Any) -> Compiled:
         tokens, num_heads, kv_heads, size, context, num_cells = numbers[11:]
         eps = carray(data, (18,), np.float64)[17]
         half = size // 2
-        qkv = carray(_pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), cell)
-        cos, sin = carray(_pointer(cos_at), (context, half), cell), carray(_pointer(sin_at), (context, half), cell)
+        qkv = carray(_pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), element)
+        cos = carray(_pointer(cos_at), (context, half), element)
+        sin = carray(_pointer(sin_at), (context, half), element)
         positions = carray(_pointer(positions_at), (tokens,), np.int64)
         cells = carray(_pointer(cells_at), (tokens,), np.int64)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
-        q_norm, k_norm = carray(_pointer(q_norm_at), (size,), cell), carray(_pointer(k_norm_at), (size,), cell)
-        q = carray(_pointer(q_at), (tokens, num_heads, size), cell)
+        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), element)
+        values = carray(_pointer(values_at), (num_cells, kv_heads, size), element)
+        q_norm, k_norm = carray(_pointer(q_norm_at), (size,), element), carray(_pointer(k_norm_at), (size,), element)
+        q = carray(_pointer(q_at), (tokens, num_heads, size), element)
         norm = q_norm_at != 0 and k_norm_at != 0
         values_of_head = np.empty(size, np.float32)
-        first = next_share(data) * _SHARE
+        first = next_work_item(data) * _ROWS_PER_ITEM
         while first < tokens:
-            for token in range(first, min(first + _SHARE, tokens)):
+            for token in range(first, min(first + _ROWS_PER_ITEM, tokens)):
                 position, target = positions[token], cells[token]
                 for head in range(num_heads + kv_heads):
                     is_query = head < num_heads
@@ -102,20 +103,20 @@ def compiled_for(cell: Any) -> Compiled:
                 for head in range(kv_heads):
                     for i in range(size):
                         values[target, head, i] = qkv[token, num_heads + kv_heads + head, i]
-            first = next_share(data) * _SHARE
+            first = next_work_item(data) * _ROWS_PER_ITEM
 
     @_compile
     def silu_mul(data):
         _, gate_up_at, out_at, tokens, size = carray(data, (5,), np.int64)
-        gate_up = carray(_pointer(gate_up_at), (tokens, 2, size), cell)
-        out = carray(_pointer(out_at), (tokens, size), cell)
-        first = next_share(data) * _SHARE
+        gate_up = carray(_pointer(gate_up_at), (tokens, 2, size), element)
+        out = carray(_pointer(out_at), (tokens, size), element)
+        first = next_work_item(data) * _ROWS_PER_ITEM
         while first < tokens:
-            for token in range(first, min(first + _SHARE, tokens)):
+            for token in range(first, min(first + _ROWS_PER_ITEM, tokens)):
                 for i in range(size):
                     gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
                     out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
-            first = next_share(data) * _SHARE
+            first = next_work_item(data) * _ROWS_PER_ITEM
 
     @_compile
     def attend(data):
@@ -123,25 +124,25 @@ def compiled_for(cell: Any) -> Compiled:
         _, q_at, keys_at, values_at, page_table_at, lengths_at, out_at = numbers[:7]
         rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
         group = num_heads // kv_heads
-        q = carray(_pointer(q_at), (rows, kv_heads, group, size), cell)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), cell)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), cell)
+        q = carray(_pointer(q_at), (rows, kv_heads, group, size), element)
+        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), element)
+        values = carray(_pointer(values_at), (num_cells, kv_heads, size), element)
         page_table = carray(_pointer(page_table_at), (rows, table_width), np.int64)
         lengths = carray(_pointer(lengths_at), (rows,), np.int64)
-        out = carray(_pointer(out_at), (rows, kv_heads, group, size), cell)
+        out = carray(_pointer(out_at), (rows, kv_heads, group, size), element)
         scores = np.empty((group, table_width * page_size), np.float32)
-        query, mix = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
+        query, acc = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
         scale = np.float32(1 / math.sqrt(size))
-        share = next_share(data)
-        while share < rows * kv_heads:
-            row, kv_head = share // kv_heads, share % kv_heads
+        item = next_work_item(data)
+        while item < rows * kv_heads:
+            row, kv_head = item // kv_heads, item % kv_heads
             length = lengths[row]
             seen_from = max(0, length - window) if window else 0
             pages = range(seen_from // page_size, (length + page_size - 1) // page_size)
             for head in range(group):
                 for i in range(size):
                     query[head, i] = _widen(q[row, kv_head, head, i]) * scale
-                    mix[head, i] = 0
+                    acc[head, i] = 0
             for page in pages:
                 begin = page * page_size
                 shift = page_table[row, page] * page_size - begin  # from positions to cells
@@ -168,18 +169,18 @@ def compiled_for(cell: Any) -> Compiled:
                     for head in range(group):
                         weight = scores[head, position]
                         for i in range(size):
-                            mix[head, i] += weight * _widen(values[shift + position, kv_head, i])
+                            acc[head, i] += weight * _widen(values[shift + position, kv_head, i])
             for head in range(group):
                 for i in range(size):
-                    out[row, kv_head, head, i] = _narrow(mix[head, i], keys[0, 0, 0])
-            share = next_share(data)
+                    out[row, kv_head, head, i] = _narrow(acc[head, i], keys[0, 0, 0])
+            item = next_work_item(data)
 
     return Compiled(rms_norm, rope_store, silu_mul, attend)
 
 
 @intrinsic
 def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address as the pointer that `carray` wants."""
+    """An address as the pointer that `carray` takes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -189,7 +190,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def _widen(typing_context: Any, value: Any) -> Any:
-    """A float32 as it is, or the one whose upper half the 16 bits of a bfloat16 are."""
+    """A float32 as it is, or the float32 whose upper half is the 16 bits of a bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if value == types.float32:
@@ -202,7 +203,7 @@ def _widen(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """A float32 as a cell of the type of `like`: itself, or the bits of the nearest bfloat16 (ties to even)."""
+    """A float32 as an element of the type of `like`: itself, or the bits of the nearest bfloat16 (ties to even)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if like == types.float32:
@@ -249,8 +250,8 @@ def _exp(x):
 
 
 @intrinsic
-def next_share(typing_context: Any, address: Any) -> Any:
-    """The next number, from 0 on, that no thread has taken yet; counted in the int64 at `address`, a void pointer."""
+def next_work_item(typing_context: Any, address: Any) -> Any:
+    """The next number, from 0 on, that no thread has taken yet; `address` is a void pointer to an int64 counter."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         int64 = ir.IntType(64)

@@ -1,10 +1,10 @@
 """`Kernels` for a CPU: fused kernels on the threads that PyTorch multiplies with.
 
 A decode step of a small model is a few milliseconds of matrix products between hundreds of operations on a few hundred
-numbers each; in PyTorch calling them takes longer than computing them. And a prompt's tokens would pass through memory
-once for each of the operations that are one here. Attention and steps of many rows run on all of PyTorch's threads, few
-rows on one: waking more takes as long. Threads of its own would fight with PyTorch's for the processor, which spin for
-a while after each product.
+numbers each: PyTorch takes longer to call such an operation than to compute it. And a prompt's tokens would pass
+through memory once for each operation that is fused here. Attention and steps of many rows run on all of PyTorch's
+threads; few rows run on one, since waking the others takes as long. Threads of our own would compete for the processor
+with PyTorch's, which spin for a while after each product.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
 from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
 from mini_sglang.weights.tensor import QuantizedBlocks
 
-FEW_ROWS = 32  # computed by one thread
+FEW_ROWS = 32  # at most this many rows are computed by one thread
 
 
 class CpuKernels:
-    """`Kernels` for one dtype, float32 or bfloat16. Compiled on first use, and kept on disk."""
+    """`Kernels` for one dtype, float32 or bfloat16. Numba compiles them on first use and caches them on disk."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         compiled = compiled_for(np.float32 if dtype == torch.float32 else np.uint16)
-        self._rms_norm, self._rope_store, self._silu_mul, self._attend = map(SharedWork, compiled)
+        self._rms_norm, self._rope_store, self._silu_mul, self._attend = map(ParallelKernel, compiled)
         self._prepack = CpuMatrix.available(dtype)
         self._torch = TorchKernels()
 
@@ -57,7 +57,7 @@ class CpuKernels:
             return self._torch.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
         self._rms_norm.run(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, _bits(eps), alone=rows <= FEW_ROWS
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, _bits(eps), single_thread=rows <= FEW_ROWS
         )
         return out
 
@@ -88,7 +88,7 @@ class CpuKernels:
             q.data_ptr(),
             *(tokens, num_heads, kv_heads, size, rotation.cos.shape[0], target.keys.shape[0]),
             _bits(eps),
-            alone=tokens <= FEW_ROWS,
+            single_thread=tokens <= FEW_ROWS,
         )
         return q
 
@@ -97,7 +97,7 @@ class CpuKernels:
         if not gate_up.is_contiguous():
             return self._torch.silu_mul(gate_up)
         out = gate_up.new_empty(tokens, width // 2)
-        self._silu_mul.run(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2, alone=tokens <= FEW_ROWS)
+        self._silu_mul.run(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2, single_thread=tokens <= FEW_ROWS)
         return out
 
     def attend(
@@ -110,10 +110,10 @@ class CpuKernels:
         page_size: int,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Attend one token per row over its row's pages. q [R, heads, head_dim] contiguous -> the same shape
+        """Attend one token per row over its row's pages. q [R, heads, head_dim] contiguous -> the same shape.
 
         keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; lengths [R]
-        int64: tokens that each row sees, its own included, or the last `window` of them.
+        int64: the tokens of each row, its own included. With `window` a row sees only the last `window` of them.
         """
         rows, num_heads, size = q.shape
         out = torch.empty_like(q)
@@ -129,31 +129,31 @@ class CpuKernels:
         return out
 
 
-class SharedWork:
-    """A kernel, compiled by `numba.cfunc` as void(voidptr), that takes shares with `next_share` until none is left."""
+class ParallelKernel:
+    """A kernel of type void(voidptr), from `numba.cfunc`, whose threads take work items until none is left."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel  # its code lives as long as this
-        self._alone: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
-        self._together = _parallel_call()
+        self._kernel = kernel  # keeps the compiled code alive
+        self._call_here: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+        self._call_on_threads = _openmp_call()
 
-    def run(self, *numbers: int, alone: bool = False) -> None:
-        """Run the kernel on every thread; it finds int64s at its address: 0, for `next_share`, and then `numbers`.
+    def run(self, *numbers: int, single_thread: bool = False) -> None:
+        """Run the kernel on every thread, over int64s: 0, the counter for `next_work_item`, and then `numbers`.
 
-        On this thread alone where that is asked for, or PyTorch's are not OpenMP's, as in builds for macOS.
+        It runs on this thread alone with `single_thread`, or if PyTorch's threads are not OpenMP's, as on macOS.
         """
         data = array("q", (0, *numbers))
         address, _ = data.buffer_info()
-        if alone or self._together is None or (threads := torch.get_num_threads()) == 1:
-            self._alone(address)
+        if single_thread or self._call_on_threads is None or (threads := torch.get_num_threads()) == 1:
+            self._call_here(address)
         else:
-            self._together(self._kernel.address, address, threads, 0)
+            self._call_on_threads(self._kernel.address, address, threads, 0)
 
 
-def _parallel_call() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel(function, data, threads, flags) of the OpenMP library that PyTorch is linked with, if it is one."""
+def _openmp_call() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel(function, data, threads, flags) of the OpenMP library that PyTorch is linked with, or None."""
     try:
-        call = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found in what this library depends on
+        call = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among the library's dependencies
     except AttributeError:
         return None
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -163,5 +163,5 @@ def _parallel_call() -> Callable[[int, int, int, int], None] | None:
 
 @cache
 def _bits(number: float) -> int:
-    """Those of a float64, as an int64."""
+    """The bits of a float64, as an int64."""
     return int(struct.unpack("q", struct.pack("d", number))[0])

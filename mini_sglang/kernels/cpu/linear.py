@@ -1,7 +1,7 @@
-"""Matrix products on a CPU: weights laid out once, at load, for the instructions that will read them.
+"""Matrix products on a CPU: weights are laid out once, at load, for the instructions that will read them.
 
-`CpuMatrix` is what a layer sees. `PrepackedMatrix` hands the weight to oneDNN in its own blocked layout; `Int4Matrix`
-keeps a GGUF file's 4-bit blocks packed, which reads a quarter of the bytes. Both compute y = x W^T + bias for
+`CpuMatrix` is what a layer sees. `PrepackedMatrix` gives the weight to oneDNN, which has its own blocked layout;
+`Int4Matrix` keeps a GGUF file's 4-bit blocks packed, a quarter of the bytes. Both compute y = x W^T + bias for
 x [rows, in] and W [out, in].
 """
 
@@ -13,7 +13,7 @@ from mini_sglang.kernels.interface import Kernels, Norm, Residual
 from mini_sglang.weights.tensor import QuantizedBlocks
 
 _EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
-_MAX_PACKED_ROWS = 2  # beyond it the dense product is faster than unpacking 4-bit blocks for every row
+_MAX_PACKED_ROWS = 2  # with more, the dense product is faster than unpacking 4-bit blocks for every row
 
 
 class CpuMatrix:
@@ -43,7 +43,7 @@ class CpuMatrix:
 
     @staticmethod
     def available(dtype: torch.dtype) -> bool:
-        """Whether this torch was built with oneDNN, and it multiplies `dtype` on this processor."""
+        """Whether this torch was built with oneDNN, and oneDNN multiplies `dtype` on this processor."""
         if not torch.backends.mkldnn.is_available():
             return False
         if dtype == torch.bfloat16:
@@ -59,18 +59,18 @@ class PrepackedMatrix:
         self._bias = bias
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] -> [rows, out]"""
+        """x W^T + bias. x [rows, in] -> [rows, out]"""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
 
     def multiply_add(self, x: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-        """x [rows, in], addend [rows, out] -> [rows, out]: the product plus `addend`, in one pass over the output."""
+        """x W^T + bias + addend, in one pass over the output. x [rows, in], addend [rows, out] -> [rows, out]"""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, addend, self._packed, self._bias, "add")
         return y
 
 
 class Int4Matrix:
-    """A matrix of 4-bit blocks. x and the result are bfloat16; products are accumulated in float32.
+    """A matrix of 4-bit blocks. x and the result are bfloat16; sums are float32.
 
     torch's packed format computes (q - 8) * scale + zero per group of the input dimension, so a GGUF block
     (w = scale * q + minimum) maps onto it with zero = minimum + 8 * scale.
@@ -85,7 +85,7 @@ class Int4Matrix:
         self._bias = bias
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] bfloat16 -> [rows, out] bfloat16"""
+        """x W^T + bias. x [rows, in] bfloat16 -> [rows, out] bfloat16"""
         y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             x, self._packed, self._group_size, self._scales_and_zeros
         )
@@ -93,5 +93,5 @@ class Int4Matrix:
 
     @staticmethod
     def supports(blocks: QuantizedBlocks) -> bool:
-        """Whether the kernel takes this shape: output rows come in sixteens, groups in 32, 64, 128 or 256."""
+        """Whether the kernel takes this shape: a multiple of 16 outputs, in groups of 32, 64, 128 or 256 inputs."""
         return blocks.q.shape[0] % 16 == 0 and blocks.group_size in (32, 64, 128, 256)

@@ -1,8 +1,8 @@
-"""What a step of one token per row begins with, looked up on the device from the list of slots: one launch for all.
+"""The kernels that a decode step begins and ends with. Such a step computes one token per row, from a list of slots.
 
-Before it, a launch that brings the page table up to date; and at the step's very end, one that hands its tokens over.
-
-Nothing here depends on the host, so it can lie in a CUDA graph. The PyTorch twin is beside each kernel.
+`update_page_table` applies the pages that the host has added, `decode_inputs` looks up the step's inputs in one launch,
+and `write_tokens` copies the sampled tokens to the host's memory. None of them depends on the host, so all can be
+captured in a CUDA graph. Each stands beside its PyTorch twin. They know tensors only.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -19,13 +19,13 @@ import triton.language as tl
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _BLOCK = 512  # page ids copied at a time
-_PAGES_AT_ONCE = 128  # fetched from the host's memory
-_TOKENS_AT_ONCE = 128  # written to it
+_PAGE_BLOCK = 128  # page ids read from the host's memory at a time
+_TOKEN_BLOCK = 128  # tokens written to it at a time
 
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """R rows, each the next token of one slot."""
+    """The inputs of R rows, each the next token of one slot."""
 
     input_ids: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [R] int64
@@ -37,8 +37,10 @@ class DecodeInputs:
 def decode_inputs(
     slots: torch.Tensor, num_computed: torch.Tensor, tokens: torch.Tensor, page_table: torch.Tensor, page_size: int
 ) -> DecodeInputs:
-    """slots [R] int64; by slot: num_computed [slots] int64, tokens [slots, context + 1] int32, page_table [slots, max
-    pages] int64, rows contiguous. On a GPU the kernel in front may write page_table, but none of the others.
+    """Look up the inputs of a step that computes the next token of each of R slots.
+
+    slots [R] int64; by slot: num_computed [slots] int64, tokens [slots, context + 1] int32, page_table [slots, max
+    pages] int64, rows contiguous. On a GPU the preceding kernel may write page_table, but none of the others.
     """
     rows, pages, device = len(slots), page_table.shape[1], slots.device
     inputs = DecodeInputs(
@@ -82,65 +84,65 @@ def decode_inputs_reference(
     )
 
 
-def take_pages(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor) -> None:
-    """Write the pages of one entry of `ring` into `page_table`, and count the step.
+def update_page_table(ring: torch.Tensor, step_count: torch.Tensor, page_table: torch.Tensor) -> None:
+    """Apply the page-table updates of one step, and count the step.
 
-    ring [depth, 1 + 2 capacity] int64, where the host can write and the device can read: number of pages, their places
-    in the flat page table, each once, and their ids; begun [1] int64, whose value picks the entry, grows by 1;
-    page_table [slots, max pages] int64, contiguous.
+    ring [depth, 1 + 2 capacity] int64, in memory that the host writes and the device reads. An entry holds the number
+    of pages, their places in the flat page table (each once), and their ids. step_count [1] int64 picks the entry and
+    grows by 1; page_table [slots, max pages] int64, contiguous.
     """
     depth, width = ring.shape
-    _take_pages_kernel[(1,)](
+    _update_page_table_kernel[(1,)](
         ring,
-        begun,
+        step_count,
         page_table,
         DEPTH=depth,
         CAPACITY=(width - 1) // 2,
-        BLOCK=_PAGES_AT_ONCE,
-        num_warps=1,  # one warp has read the count of steps before it changes it
+        BLOCK=_PAGE_BLOCK,
+        num_warps=1,  # so that all threads have read step_count before one changes it
         **pdl_launch(page_table.device),
     )
 
 
-def take_pages_reference(ring: torch.Tensor, begun: torch.Tensor, page_table: torch.Tensor) -> None:
-    """The twin of `take_pages`."""
-    entry = ring[begun % len(ring)].squeeze(0)
+def update_page_table_reference(ring: torch.Tensor, step_count: torch.Tensor, page_table: torch.Tensor) -> None:
+    """The twin of `update_page_table`."""
+    entry = ring[step_count % len(ring)].squeeze(0)
     number, capacity = int(entry[0]), (len(entry) - 1) // 2
     places, page_ids = entry[1:].view(2, capacity)[:, :number].to(page_table.device)
     page_table.view(-1)[places] = page_ids
-    begun += 1
+    step_count += 1
 
 
-def leave_tokens(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tensor) -> None:
-    """Copy the tokens of a step that `take_pages` has counted into its entry of `ring`.
+def write_tokens(token_ids: torch.Tensor, step_count: torch.Tensor, ring: torch.Tensor) -> None:
+    """Copy a step's tokens into its entry of `ring`, after `update_page_table` has counted the step.
 
-    token_ids [R] int64; begun [1] int64: steps counted, this one included; ring [depth, at least R] int64, where the
-    device can write and the host can read.
+    token_ids [R] int64; step_count [1] int64: steps counted, this one included; ring [depth, at least R] int64, in
+    memory that the device writes and the host reads.
     """
     depth, capacity = ring.shape
     rows = len(token_ids)
-    _leave_tokens_kernel[(triton.cdiv(rows, _TOKENS_AT_ONCE),)](
+    _write_tokens_kernel[(triton.cdiv(rows, _TOKEN_BLOCK),)](
         token_ids,
-        begun,
+        step_count,
         ring,
         rows,
         DEPTH=depth,
         CAPACITY=capacity,
-        BLOCK=_TOKENS_AT_ONCE,
+        BLOCK=_TOKEN_BLOCK,
         num_warps=4,
         **pdl_launch(token_ids.device),
     )
 
 
-def leave_tokens_reference(token_ids: torch.Tensor, begun: torch.Tensor, ring: torch.Tensor) -> None:
-    """The twin of `leave_tokens`."""
-    ring[(int(begun) - 1) % len(ring), : len(token_ids)] = token_ids.cpu()
+def write_tokens_reference(token_ids: torch.Tensor, step_count: torch.Tensor, ring: torch.Tensor) -> None:
+    """The twin of `write_tokens`."""
+    ring[(int(step_count) - 1) % len(ring), : len(token_ids)] = token_ids.cpu()
 
 
 @triton.jit
-def _take_pages_kernel(
+def _update_page_table_kernel(
     ring,
-    begun,
+    step_count,
     page_table,
     DEPTH: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -148,22 +150,22 @@ def _take_pages_kernel(
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
-    step = tl.load(begun)
+    step = tl.load(step_count)
     entry = ring + step % DEPTH * (1 + 2 * CAPACITY)
     number = tl.load(entry, volatile=True)  # the host writes it anew for every step
     for start in range(0, number, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        there = at < number
-        place = tl.load(entry + 1 + at, mask=there, other=0, volatile=True)
-        page = tl.load(entry + 1 + CAPACITY + at, mask=there, other=0, volatile=True)
-        tl.store(page_table + place, page, mask=there)
-    tl.store(begun, step + 1)
+        offsets = start + tl.arange(0, BLOCK)
+        valid = offsets < number
+        target = tl.load(entry + 1 + offsets, mask=valid, other=0, volatile=True)
+        page = tl.load(entry + 1 + CAPACITY + offsets, mask=valid, other=0, volatile=True)
+        tl.store(page_table + target, page, mask=valid)
+    tl.store(step_count, step + 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _leave_tokens_kernel(
+def _write_tokens_kernel(
     token_ids,
-    begun,
+    step_count,
     ring,
     rows,
     DEPTH: tl.constexpr,
@@ -172,7 +174,7 @@ def _leave_tokens_kernel(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    entry = ring + (tl.load(begun) - 1) % DEPTH * CAPACITY
+    entry = ring + (tl.load(step_count) - 1) % DEPTH * CAPACITY
     pdl_wait(PDL)
     token_id = tl.load(token_ids + row, mask=row < rows)
     tl.store(entry + row, token_id, mask=row < rows)

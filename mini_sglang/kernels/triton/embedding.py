@@ -1,4 +1,7 @@
-"""The lookup of token ids in a table, beside its PyTorch twin. A step begins with it, so it should start early."""
+"""The lookup of token ids in the embedding table, beside its PyTorch twin.
+
+It is one of a step's first kernels, so it uses programmatic dependent launch to start early. Knows tensors only.
+"""
 
 # Pointers and scalars of a Triton kernel have no Python types:
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,7 +17,10 @@ from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 
 def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """token_ids [T] int32 or int64, all below V; table [V, size] contiguous -> its rows [T, size], in a new tensor"""
+    """Look up token_ids [T], int32 or int64 below V, in table [V, size] -> rows [T, size], a new tensor.
+
+    Raises ValueError unless both are contiguous.
+    """
     if not table.is_contiguous() or token_ids.stride() != (1,):
         raise ValueError(f"table and token_ids must be contiguous; strides {table.stride()} and {token_ids.stride()}")
     size = table.shape[1]
@@ -41,7 +47,9 @@ def embedding_reference(token_ids: torch.Tensor, table: torch.Tensor) -> torch.T
 @triton.jit
 def _embedding_kernel(token_ids, table, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     pdl_wait(PDL)
     token_id = tl.load(token_ids + row).to(tl.int64)
-    tl.store(out + row * SIZE + at, tl.load(table + token_id * SIZE + at, mask=at < SIZE), mask=at < SIZE)
+    tl.store(
+        out + row * SIZE + offsets, tl.load(table + token_id * SIZE + offsets, mask=offsets < SIZE), mask=offsets < SIZE
+    )

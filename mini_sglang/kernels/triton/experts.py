@@ -1,11 +1,11 @@
-"""The products of a mixture of experts: each token's row meets the weights of the experts chosen for it, and no others.
+"""The grouped matrix products of a mixture of experts: each token is multiplied with its own experts' weights only.
 
-A program computes a tile: rows that chose one expert, times some of its columns. Tiles are listed on the device
-(`routing.py`) and the grid has room for the most there can be, so a step lies in a CUDA graph whatever is chosen; idle
-programs end at once. The first product gathers its rows from the tokens and ends with the gate, the second writes one
-row per choice, and `combine` adds a token's rows in the order of its choices. Every sum runs along K in one order,
-without splits and atomics. (Products grouped this way: Gale et al., MegaBlocks, arXiv 2211.15841.) Beside it all stands
-the PyTorch twin. Knows tensors only.
+A program computes a tile: rows that chose one expert, times some of its columns. `routing.py` lists the tiles on the
+device, and the grid has room for as many as there can be, so a step can be captured in a CUDA graph whatever is chosen;
+programs without a tile end at once. The first product gathers its rows from the tokens and applies the gate, the second
+writes one row per choice, and `combine` adds a token's rows in the order of its choices. Every sum runs along K in one
+order, without split-K or atomics. (Products grouped this way: Gale et al., MegaBlocks, arXiv 2211.15841.) Each function
+stands beside its PyTorch twin. Knows tensors only.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -21,25 +21,26 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mini_sglang.kernels.triton.matmul import ROW_TILES, banded_tile
+from mini_sglang.kernels.triton.matmul import ROW_TILES, swizzled_tile
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
-from mini_sglang.kernels.triton.routing import ExpertOrder, most_tiles, sort_by_expert
+from mini_sglang.kernels.triton.routing import SortedChoices, max_tiles, sort_by_expert
 
-_PROGRAMS = 264  # what a product should at least be cut into: two programs for each multiprocessor of an H100
-UNSORTED_TOKENS = 2  # of so few tokens each choice is a tile: hardly two of them meet in an expert
+_MIN_PROGRAMS = 264  # that a product should be cut into: two for each multiprocessor of an H100
+UNSORTED_TOKENS = 2  # up to this many, each choice is a tile of its own: two choices hardly ever share an expert
 _COMBINE_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class ExpertTile:
-    """What one program computes, and how.
+    """The tile that one program computes.
 
-    Tiles of 64 rows and more use one matrix instruction and have one depth: none of them changes a bit of the result.
+    All tiles of 64 rows or more use one matrix instruction and one depth, so which of them is used changes no bit of
+    the result.
     """
 
     rows: int
     columns: int  # rows of the weight; in the gated product half of them are the gate's
-    depth: int  # of K per turn
+    depth: int  # of K per iteration
     num_warps: int
     num_stages: int  # depth of the pipeline that loads rows and weights ahead
 
@@ -59,7 +60,7 @@ _WITHOUT_TENSOR_CORES = ExpertTile(16, 64, 32, num_warps=4, num_stages=2)
 
 
 def tile_rows(choices: int, num_experts: int, dtype: torch.dtype, *, deterministic: bool) -> int:
-    """Twice what an expert gets on average, so that most experts' weights are read by one tile."""
+    """Rows of a tile: at least twice what an expert gets on average, so that one tile reads most experts' weights."""
     if dtype.itemsize > 2:
         return _WITHOUT_TENSOR_CORES.rows
     average = choices / min(choices, num_experts)
@@ -68,13 +69,13 @@ def tile_rows(choices: int, num_experts: int, dtype: torch.dtype, *, determinist
 
 
 def expert_tile(rows: int, choices: int, num_experts: int, columns: int, dtype: torch.dtype) -> ExpertTile:
-    """The widest tile of so many rows that still gives every multiprocessor work; `columns` are an expert's."""
+    """The widest tile of `rows` rows that still gives every multiprocessor work; `columns` are those of one expert."""
     if dtype.itemsize > 2:
         return _WITHOUT_TENSOR_CORES
     fitting = [tile for tile in EXPERT_TILES if tile.rows == rows]
-    tiles = most_tiles(choices, num_experts, rows)
+    tiles = max_tiles(choices, num_experts, rows)
     return next(
-        (tile for tile in reversed(fitting) if tiles * triton.cdiv(columns, tile.columns) >= _PROGRAMS), fitting[0]
+        (tile for tile in reversed(fitting) if tiles * triton.cdiv(columns, tile.columns) >= _MIN_PROGRAMS), fitting[0]
     )
 
 
@@ -92,18 +93,18 @@ def experts(
 
     residual and x [T, hidden] of one dtype, ids [T, k] int32, weights [T, k] float32, gate_up [experts, 2 n, hidden]
     with gate above up, down [experts, hidden, n]; all contiguous. With `deterministic` a token's bits depend on that
-    token alone. Raises ValueError for layouts that the memory engine cannot read.
+    token alone. Raises ValueError for shapes and layouts that the tensor memory accelerator (TMA) cannot read.
     """
     _check(residual, x, ids, gate_up, down)
     if not len(x):
         return residual
-    number, (num_experts, wide, _) = ids.numel(), gate_up.shape
-    rows = tile_rows(number, num_experts, x.dtype, deterministic=deterministic)
-    order = sort_by_expert(ids, num_experts, rows) if len(x) > UNSORTED_TOKENS else None
-    first = expert_tile(rows, number, num_experts, wide, x.dtype)
-    second = expert_tile(rows, number, num_experts, down.shape[1], x.dtype)
-    gated = expert_product(x, gate_up, ids, order, first, gated=True)
-    outputs = expert_product(gated, down, ids, order, second, gated=False)
+    num_choices, (num_experts, wide, _) = ids.numel(), gate_up.shape
+    rows = tile_rows(num_choices, num_experts, x.dtype, deterministic=deterministic)
+    sorted_choices = sort_by_expert(ids, num_experts, rows) if len(x) > UNSORTED_TOKENS else None
+    first = expert_tile(rows, num_choices, num_experts, wide, x.dtype)
+    second = expert_tile(rows, num_choices, num_experts, down.shape[1], x.dtype)
+    gated = grouped_matmul(x, gate_up, ids, sorted_choices, first, gated=True)
+    outputs = grouped_matmul(gated, down, ids, sorted_choices, second, gated=False)
     return combine(residual, outputs, weights)
 
 
@@ -115,7 +116,7 @@ def experts_reference(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """The twin of `experts`, in float64, expert by expert; it leaves `residual` as it is."""
+    """The twin of `experts`, in float64, one expert after another; it leaves `residual` as it is."""
     out = residual.double()
     for expert in ids.unique().tolist():
         tokens, places = (ids == expert).nonzero(as_tuple=True)
@@ -125,36 +126,37 @@ def experts_reference(
     return out.to(residual.dtype)
 
 
-def expert_product(
+def grouped_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     ids: torch.Tensor,
-    order: ExpertOrder | None,
+    sorted_choices: SortedChoices | None,
     tile: ExpertTile,
     *,
     gated: bool,
 ) -> torch.Tensor:
-    """The product of each choice's row with its expert's weight. ids [T, k]; without `order` each choice is a tile.
+    """Multiply each choice's row with the weight of its expert.
 
+    ids [T, k]; without `sorted_choices` each choice is a tile of its own
     `gated`: x [T, K], weight [experts, 2 n, K] -> silu(first half) * second half [T * k, n], rows by expert
     else: x [T * k, K], rows by expert, weight [experts, n, K] -> [T * k, n], rows by token and place
     """
-    number, (num_experts, wide, depth) = ids.numel(), weight.shape
+    num_choices, (num_experts, wide, depth) = ids.numel(), weight.shape
     columns, block = (wide // 2, tile.columns // 2) if gated else (wide, tile.columns)
-    num_tiles = number if order is None else order.tiles.shape[1]
-    out = torch.empty(number, columns, dtype=x.dtype, device=x.device)
+    num_tiles = num_choices if sorted_choices is None else sorted_choices.tiles.shape[1]
+    out = torch.empty(num_choices, columns, dtype=x.dtype, device=x.device)
     _grouped_matmul_kernel[(num_tiles * triton.cdiv(columns, block),)](
         x,
         TensorDescriptor.from_tensor(weight.view(num_experts * wide, depth), [block, tile.depth]),
-        ids if order is None else order.choices,
-        ids if order is None else order.tiles,
+        ids if sorted_choices is None else sorted_choices.choices,
+        ids if sorted_choices is None else sorted_choices.tiles,
         out,
         num_tiles,
         COLUMNS=columns,
         DEPTH=depth,
         TOP_K=ids.shape[1],
         GATED=gated,
-        SORTED=order is not None,
+        SORTED=sorted_choices is not None,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=block,
         BLOCK_DEPTH=tile.depth,
@@ -214,8 +216,8 @@ def _grouped_matmul_kernel(
     ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weight is a tensor descriptor over all experts' rows: columns beyond the last are computed and not stored."""
-    tile, column_tile = banded_tile(num_tiles, tl.cdiv(COLUMNS, BLOCK_COLUMNS), ROW_TILES)
+    """`weight` is a tensor descriptor over all experts' rows; columns beyond an expert's last are not stored."""
+    tile, column_tile = swizzled_tile(num_tiles, tl.cdiv(COLUMNS, BLOCK_COLUMNS), ROW_TILES)
     first_column = column_tile * BLOCK_COLUMNS
     if GATED:
         pdl_wait(PDL)
@@ -228,11 +230,11 @@ def _grouped_matmul_kernel(
         begin = tile
         end = tile + 1
     if not GATED:
-        pdl_wait(PDL)  # only now: what was chosen was written two kernels ago
+        pdl_wait(PDL)  # only now: the choices, read above, were written two kernels ago
     if begin >= end:
         return
     first_weight = expert * (2 * COLUMNS if GATED else COLUMNS) + first_column
-    # an expert's last rows often fill no half of a large tile, which then costs half
+    # an expert's last rows often fill less than half of a large tile: half a tile is enough then
     if BLOCK_ROWS > 64:  # noqa: SIM102  (known when compiled, the other is not)
         if end - begin <= BLOCK_ROWS // 2:
             _compute_tile(
@@ -265,18 +267,18 @@ def _compute_tile(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """The rows from `begin` on, of which those before `end` are the expert's, times BLOCK_COLUMNS of its columns"""
-    at_row = begin + tl.arange(0, ROWS)
-    there = at_row < end
-    choice = tl.load(choices + at_row, mask=there, other=0) if SORTED else at_row
-    source = choice // TOP_K if GATED else at_row  # the first product gathers tokens,
-    target = at_row if GATED else choice  # the second leaves the order of experts
-    at_depth = tl.arange(0, BLOCK_DEPTH)
-    rows = x + source.to(tl.int64)[:, None] * DEPTH + at_depth[None, :]
+    """Multiply rows from `begin` on with BLOCK_COLUMNS columns of an expert; the rows before `end` are the expert's."""
+    row = begin + tl.arange(0, ROWS)
+    valid = row < end
+    choice = tl.load(choices + row, mask=valid, other=0) if SORTED else row
+    source = choice // TOP_K if GATED else row  # the first product gathers the rows of tokens,
+    target = row if GATED else choice  # the second scatters rows by expert to rows by token
+    k = tl.arange(0, BLOCK_DEPTH)
+    rows = x + source.to(tl.int64)[:, None] * DEPTH + k[None, :]
     acc = tl.zeros([ROWS, BLOCK_COLUMNS], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
-        mask = there[:, None] if DEPTH % BLOCK_DEPTH == 0 else there[:, None] & (start + at_depth < DEPTH)[None, :]
+        mask = valid[:, None] if DEPTH % BLOCK_DEPTH == 0 else valid[:, None] & (start + k < DEPTH)[None, :]
         values = tl.load(rows + start, mask=mask, other=0.0)
         acc = tl.dot(values, tl.trans(weight.load([first_weight, start])), acc, input_precision="ieee")
         if GATED:
@@ -284,9 +286,9 @@ def _compute_tile(
             acc_up = tl.dot(values, tl.trans(up), acc_up, input_precision="ieee")
     if GATED:
         acc = acc * tl.sigmoid(acc) * acc_up
-    at_column = first_column + tl.arange(0, BLOCK_COLUMNS)
-    places = target.to(tl.int64)[:, None] * COLUMNS + at_column[None, :]
-    tl.store(out + places, acc.to(out.dtype.element_ty), mask=there[:, None] & (at_column < COLUMNS)[None, :])
+    column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    places = target.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=valid[:, None] & (column < COLUMNS)[None, :])
 
 
 @triton.jit
@@ -301,12 +303,13 @@ def _combine_kernel(
 ):
     BLOCKS: tl.constexpr = tl.cdiv(SIZE, BLOCK)
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    there = at < SIZE
+    offsets = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    valid = offsets < SIZE
     acc = tl.zeros([BLOCK], tl.float32)
     pdl_wait(PDL)
     for place in tl.static_range(TOP_K):
         choice = token * TOP_K + place
-        acc += tl.load(weights + choice) * tl.load(outputs + choice * SIZE + at, mask=there, other=0.0).to(tl.float32)
-    acc += tl.load(residual + token * SIZE + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(residual + token * SIZE + at, acc.to(residual.dtype.element_ty), mask=there)
+        row = tl.load(outputs + choice * SIZE + offsets, mask=valid, other=0.0).to(tl.float32)
+        acc += tl.load(weights + choice) * row
+    acc += tl.load(residual + token * SIZE + offsets, mask=valid, other=0.0).to(tl.float32)
+    tl.store(residual + token * SIZE + offsets, acc.to(residual.dtype.element_ty), mask=valid)

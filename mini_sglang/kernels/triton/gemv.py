@@ -1,10 +1,10 @@
-"""Products of a weight matrix with one or two rows, limited by how fast the weights can be read.
+"""Matrix products with one or two rows (GEMV), limited by how fast the weights can be read.
 
-A step of one stream reads every weight once and does next to nothing with it. So one launch here does all that lies
-between two products too: the norm before it, the gating or the residual behind it; and it fetches its first weights
-while the kernel before it still runs (`pdl.py`). Beside the kernel stands its PyTorch twin.
+A decode step of one request reads every weight once and does next to nothing with it. So one launch computes all that
+lies between two matrix products too: the norm before, the gate or the residual after. It loads its first weights while
+the previous kernel still runs (`pdl.py`). The kernel stands beside its PyTorch twin.
 
-A program computes BLOCK_N outputs (twice as many with gating), walking along K with the next tiles on their way.
+A program computes BLOCK_N outputs (twice as many with a gate) and walks along K, loading the next tiles ahead.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -22,24 +22,24 @@ import triton.language as tl
 from mini_sglang.kernels.interface import Norm
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
-MAX_ROWS = 2  # for more the tensor cores are worth their launches
+MAX_ROWS = 2  # more rows are faster on tensor cores, despite their additional launches
 
 
 @dataclass(frozen=True)
 class GemvTuning:
-    """How the matrix is cut: outputs and inputs per tile, warps per program, and tiles that are on their way."""
+    """How the matrix is cut into tiles, and how many warps a program has."""
 
-    block_n: int
-    block_k: int
+    block_n: int  # outputs of a tile
+    block_k: int  # inputs of a tile
     num_warps: int = 1
-    ahead: int = 1  # or 2
+    ahead: int = 1  # tiles that are loaded ahead: 1 or 2
 
 
 def gemv_tuning(n: int, k: int, *, normed: bool, gated: bool) -> GemvTuning:
-    """The fastest cut, measured on an H200 in bfloat16.
+    """The fastest tuning, measured on an H200 in bfloat16.
 
-    A program of one warp needs no barrier to add up. Where whole rows fit into the registers of a few warps, all of a
-    small matrix is on its way before the inputs are there.
+    A program of one warp needs no barrier to add up. Where a few warps' registers hold whole rows, all of a small
+    matrix is being loaded before the inputs are ready.
     """
     whole = triton.next_power_of_2(k)
     if k <= 1024:
@@ -66,11 +66,12 @@ def gemv(
     out: torch.Tensor | None = None,
     tuning: GemvTuning | None = None,
 ) -> torch.Tensor:
-    """x W^T, with what is given of: RMSNorm of x before, bias, gating, residual behind. All sums are float32.
+    """x W^T in float32, with RMSNorm of x before it and bias, gate or residual after it, if they are given.
 
-    x [rows, K], rows contiguous, at most MAX_ROWS; weight [N, K] contiguous; bias [N]; norm: of x, K wide; with `gated`
-    the result is silu(first half) * second half of the N outputs; residual [rows, N] is added in place and returned.
-    -> [rows, N], or [rows, N / 2] with `gated`, in x's dtype; without a residual it goes into `out` where that is given
+    x [rows, K], rows contiguous, at most MAX_ROWS; weight [N, K] contiguous; bias [N]; norm: K wide; with `gated` the
+    result is silu(first half) * second half of the N outputs; residual [rows, N] is added in place and returned.
+    -> [rows, N], or [rows, N / 2] with `gated`, in x's dtype; without a residual in `out`, if that is given.
+    Raises ValueError for more rows or other layouts.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -119,7 +120,7 @@ def gemv_reference(
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The twin of `gemv`, in float64; leaves `residual` as it is."""
+    """The twin of `gemv`, in float64; it leaves `residual` as it is."""
     values = x.double()
     if norm is not None:
         values = F.rms_norm(values, (x.shape[1],), norm.weight.double(), norm.eps)
@@ -154,40 +155,42 @@ def _gemv_kernel(
 ):
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
-    at = tl.arange(0, BLOCK_K)
-    first = weight + outputs.to(tl.int64)[:, None] * K + at[None, :]
+    offsets = tl.arange(0, BLOCK_K)
+    first = weight + outputs.to(tl.int64)[:, None] * K + offsets[None, :]
     second = first + N * K  # of the up half, with GATED
-    there = (outputs < N)[:, None]
-    inner = there & (at < K)[None, :]
+    valid = (outputs < N)[:, None]
+    inner = valid & (offsets < K)[None, :]
     tile = tl.load(first, mask=inner, other=0.0)
     tile_up = tl.load(second, mask=inner, other=0.0) if GATED else tile
     if AHEAD > 1:
-        inner = there & (BLOCK_K + at < K)[None, :]
+        inner = valid & (BLOCK_K + offsets < K)[None, :]
         waiting = tl.load(first + BLOCK_K, mask=inner, other=0.0)
         waiting_up = tl.load(second + BLOCK_K, mask=inner, other=0.0) if GATED else waiting
     if NORM and K <= BLOCK_K:
-        scale = tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
+        scale = tl.load(norm + offsets, mask=offsets < K, other=0.0).to(tl.float32)
     places = out + (row * N)[:, None] + outputs[None, :]
     mask = (row < rows)[:, None] & (outputs < N)[None, :]
     pdl_wait(PDL)
-    if RESIDUAL:  # fetched beside x, not behind the sums
+    if RESIDUAL:  # loaded together with x, not after the sums
         addend = tl.load(places, mask=mask, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     for k in range(0, K, BLOCK_K):
-        inside = k + at < K
+        inside = k + offsets < K
         # x is loaded in the layout of the tile, whose inner dimension is K
         values = tl.load(
-            x + (row * x_stride)[:, None] + (k + at)[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0
+            x + (row * x_stride)[:, None] + (k + offsets)[None, :],
+            mask=(row < rows)[:, None] & inside[None, :],
+            other=0.0,
         ).to(tl.float32)
         if NORM:
             squares += tl.sum(values * values, 1)
             if K > BLOCK_K:
-                scale = tl.load(norm + k + at, mask=inside, other=0.0).to(tl.float32)
+                scale = tl.load(norm + k + offsets, mask=inside, other=0.0).to(tl.float32)
             values *= scale[None, :]
         ahead = k + AHEAD * BLOCK_K
-        inner = there & (ahead + at < K)[None, :]
+        inner = valid & (ahead + offsets < K)[None, :]
         coming = tl.load(first + ahead, mask=inner, other=0.0)
         acc += tl.sum(values[:, None, :] * tile.to(tl.float32)[None, :, :], 2)
         tile = coming

@@ -1,4 +1,7 @@
-"""`Kernels` for a GPU: the fused Triton kernels behind the interface that a model knows."""
+"""`Kernels` for a GPU: the fused Triton kernels behind the interface that a model knows.
+
+It picks the kernel for each matrix and number of rows; the kernels themselves know no interface.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from mini_sglang.weights.tensor import QuantizedBlocks
 
 
 class TritonKernels:
-    """Every operation can lie in a CUDA graph. With `deterministic` a row's bits depend on no other row."""
+    """Every operation can be captured in a CUDA graph. With `deterministic` a row's bits depend on no other row."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -68,10 +71,10 @@ class TritonKernels:
 
 
 class TritonMatrix:
-    """`Matrix` on a GPU, the fastest way for each number of rows.
+    """`Matrix` on a GPU, with the fastest matrix product for each number of rows.
 
-    One or two go through one fused kernel that reads weights at full speed, many to cuBLAS, and what lies in between as
-    `small_gemm.py` says.
+    One or two rows go through `gemv`, a fused kernel that reads weights at full speed; many go through cuBLAS; for
+    numbers in between, see `small_gemm.py`.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -95,13 +98,13 @@ class TritonMatrix:
             return Residual(gemv(x, self.weight, bias=self._bias, residual=residual))
         if self._bias is not None:
             return Residual(residual + self.matmul(x))
-        if next_norm is not None and (parts := split_k_matmul(x, self.weight)) is not None:
-            return Residual(residual, rms_norm(residual, next_norm.weight, next_norm.eps, parts=parts))
-        return Residual(residual.addmm_(x, self.weight.t()))  # the product is added where it is made
+        if next_norm is not None and (partials := split_k_matmul(x, self.weight)) is not None:
+            return Residual(residual, rms_norm(residual, next_norm.weight, next_norm.eps, partials=partials))
+        return Residual(residual.addmm_(x, self.weight.t()))  # multiplies and adds in one kernel
 
 
 class InvariantMatrix:
-    """`Matrix` on a GPU whose products add in one order, however many rows there are."""
+    """`Matrix` on a GPU whose sums have one order of additions, however many rows there are."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self._bias = weight, bias

@@ -1,9 +1,9 @@
 """Batch-invariant matrix products: a row of y = x W^T has the same bits alone and in any batch, at any place in it.
 
-Libraries pick their kernel, and with it the order of additions, by the number of rows. Here every element has one
+Libraries choose their kernel by the number of rows, and with it the order of additions. Here every element has one
 accumulator that walks K upwards in blocks of one size: tiles differ in shape, never in the order of additions, and K is
-never split. Tiles have 64 rows or more, so that all of them use the same matrix instruction (wgmma on Hopper). Who does
-not ask for that may hand in a tile of fewer rows, or have K cut (`matmul_parts`). Knows tensors only.
+never split. Tiles have 64 rows or more, so that all of them use the same matrix instruction (wgmma on Hopper). A caller
+that does not need this may pass a tile of fewer rows, or split K (`matmul_partials`). Knows tensors only.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -21,13 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
-_PROGRAMS = 128  # what a step should at least be cut into: about one program for each multiprocessor of an H100
-ROW_TILES = 8  # whose programs follow each other, so that they find the weights' columns in the L2 cache
+_MIN_PROGRAMS = 128  # that a product should be cut into: about one for each multiprocessor of an H100
+ROW_TILES = 8  # whose programs run one after the other, so that they find a column's weights in the L2 cache
 
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """What one program computes, and how. No field changes a bit of the result."""
+    """The tile that one program computes. No field changes a bit of the result."""
 
     rows: int
     columns: int  # rows of the weight; in a gated product half of them are the gate's
@@ -35,7 +35,7 @@ class MatmulTile:
     num_stages: int  # depth of the pipeline that loads x and the weights ahead
 
 
-# deep pipelines where weights must arrive at the memory's rate, two programs per multiprocessor where they fit
+# deep pipelines where memory bandwidth is the limit, two programs per multiprocessor where they fit
 MATMUL_TILES = (
     MatmulTile(64, 16, num_warps=4, num_stages=8),
     MatmulTile(64, 32, num_warps=4, num_stages=8),
@@ -48,9 +48,9 @@ _WITHOUT_TENSOR_CORES = MatmulTile(64, 32, num_warps=4, num_stages=2)
 
 
 def matmul_tile(rows: int, columns: int, dtype: torch.dtype) -> MatmulTile:
-    """The largest tile that still gives every multiprocessor work and does not lie half beside the rows.
+    """The largest tile that still gives every multiprocessor work and is not half empty.
 
-    Wide ones only where there are many rows, which hide how long a pipeline takes to fill.
+    Wide tiles are for many rows only, which hide how long a pipeline takes to fill.
     """
     if dtype.itemsize > 2:
         return _WITHOUT_TENSOR_CORES
@@ -58,7 +58,7 @@ def matmul_tile(rows: int, columns: int, dtype: torch.dtype) -> MatmulTile:
     fitting = [tile for tile in MATMUL_TILES if tile.rows < rows + 64 and tile.columns <= widest]
     for tile in reversed(fitting):
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-        if programs >= (2 * _PROGRAMS if tile.columns == 256 else _PROGRAMS):
+        if programs >= (2 * _MIN_PROGRAMS if tile.columns == 256 else _MIN_PROGRAMS):
             return tile
     return MATMUL_TILES[0]
 
@@ -76,12 +76,12 @@ def matmul(
     """x [rows, K], rows contiguous, times weight [N, K] contiguous, plus bias [N] and residual -> [rows, N]
 
     Summed in float32 and rounded once. All have one dtype. `residual` [rows, N] contiguous is overwritten and returned.
-    Without one the result goes into `out` [rows, N], contiguous, where that is given.
+    Without a residual the result goes into `out` [rows, N], contiguous, if that is given.
     `gated`: weight [2 N, K] and bias [2 N] -> silu(first half) * second half [rows, N], of the float32 sums.
-    Raises ValueError for layouts that the memory engine cannot read, and for `gated` with a residual.
+    Raises ValueError for layouts that the tensor memory accelerator (TMA) cannot read, and for `gated` with a residual.
     """
     if gated and (residual is not None or weight.shape[0] % 2):
-        raise ValueError(f"a gated product takes a weight of two halves and no residual; weight {list(weight.shape)}")
+        raise ValueError(f"`gated` needs a weight of two halves and no residual, got a weight {list(weight.shape)}")
     rows = len(x)
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if residual is not None:
@@ -94,25 +94,25 @@ def matmul(
     return out
 
 
-def matmul_parts(x: torch.Tensor, weight: torch.Tensor, parts: int, *, tile: MatmulTile) -> torch.Tensor:
-    """x [rows, K], rows contiguous, times weight [N, K] contiguous, before it is summed -> [parts, rows, N] float32
+def matmul_partials(x: torch.Tensor, weight: torch.Tensor, splits: int, *, tile: MatmulTile) -> torch.Tensor:
+    """Partial sums of x [rows, K], rows contiguous, times weight [N, K] contiguous -> [splits, rows, N] float32
 
-    K is cut into `parts` stretches (split-K), so that few rows and columns keep every multiprocessor busy. The sum has
-    the bits of `matmul` only by chance. Raises ValueError as `matmul` does.
+    K is cut into `splits` slices (split-K), so that few rows and columns keep every multiprocessor busy. The sum of
+    the slices has the bits of `matmul` only by chance. Raises ValueError as `matmul` does.
     """
     _check(x, weight, None)
-    out = torch.empty(parts, len(x), len(weight), dtype=torch.float32, device=x.device)
+    out = torch.empty(splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     if len(x):
-        _launch(x, weight, None, None, out, tile, parts=parts)
+        _launch(x, weight, None, None, out, tile, splits=splits)
     return out
 
 
-def matmul_parts_reference(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
-    """The twin of `matmul_parts`, in float64."""
-    depth = _part_depth(x.shape[1], parts, x.dtype)
-    stretches = zip(x.double().split(depth, 1), weight.double().split(depth, 1), strict=True)
-    products = [of_x @ of_weight.t() for of_x, of_weight in stretches]
-    products += [torch.zeros_like(products[0])] * (parts - len(products))
+def matmul_partials_reference(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
+    """The twin of `matmul_partials`, in float64."""
+    depth = _split_depth(x.shape[1], splits, x.dtype)
+    slices = zip(x.double().split(depth, 1), weight.double().split(depth, 1), strict=True)
+    products = [of_x @ of_weight.t() for of_x, of_weight in slices]
+    products += [torch.zeros_like(products[0])] * (splits - len(products))
     return torch.stack(products).float()
 
 
@@ -125,15 +125,15 @@ def _launch(
     tile: MatmulTile,
     *,
     gated: bool = False,
-    parts: int = 1,
+    splits: int = 1,
 ) -> None:
-    """`out` is [rows, N], or [parts, rows, N] where K is cut."""
+    """Launch the kernel. `out` is [rows, N], or [splits, rows, N] if there are several splits."""
     rows, depth = x.shape
     columns = out.shape[-1]
     block_columns = tile.columns // 2 if gated else tile.columns  # of the result
     block_depth = _block_depth(x.dtype)
     fills_a_tile = rows >= tile.rows
-    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, block_columns), parts)](
+    _matmul_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, block_columns), splits)](
         TensorDescriptor.from_tensor(x, [tile.rows, block_depth]) if fills_a_tile else x,
         TensorDescriptor.from_tensor(weight.view(2, columns, depth), [2, block_columns, block_depth])
         if gated
@@ -144,10 +144,10 @@ def _launch(
         rows,
         columns,
         depth,
-        _part_depth(depth, parts, x.dtype),
+        _split_depth(depth, splits, x.dtype),
         x.stride(0),
         GATED=gated,
-        IN_PARTS=parts > 1,
+        SPLIT_K=splits > 1,
         FILLS_A_TILE=fills_a_tile,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=block_columns,
@@ -163,10 +163,10 @@ def _block_depth(dtype: torch.dtype) -> int:
     return 64 if dtype.itemsize <= 2 else 32
 
 
-def _part_depth(depth: int, parts: int, dtype: torch.dtype) -> int:
-    """Of K, in whole blocks."""
+def _split_depth(depth: int, splits: int, dtype: torch.dtype) -> int:
+    """The part of K that one split takes, in whole blocks."""
     blocks = triton.cdiv(depth, _block_depth(dtype))
-    return int(triton.cdiv(blocks, parts)) * _block_depth(dtype)
+    return int(triton.cdiv(blocks, splits)) * _block_depth(dtype)
 
 
 def matmul_reference(
@@ -191,19 +191,21 @@ def matmul_reference(
 def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
     if weight.shape[1] != x.shape[1] or x.shape[1] % 16:
         raise ValueError(
-            f"x {list(x.shape)} and weight {list(weight.shape)} must share their last size, a multiple of 16"
+            f"x {list(x.shape)} and weight {list(weight.shape)} must share their last dimension, a multiple of 16"
         )
     if x.stride(1) != 1 or x.stride(0) * x.dtype.itemsize % 16 or not weight.is_contiguous():
-        raise ValueError(f"the rows of x must be contiguous and 16 bytes aligned, weight contiguous; x {x.stride()}")
+        raise ValueError(
+            f"the rows of x must be contiguous and 16-byte aligned, weight contiguous; strides {x.stride()}"
+        )
     if out is not None and not out.is_contiguous():
         raise ValueError("the residual and `out` must be contiguous")
 
 
 @triton.jit
-def banded_tile(row_tiles, column_tiles, ROW_TILES: tl.constexpr):
-    """(row tile, column tile) of this program: ROW_TILES programs of one column, then those of the next.
+def swizzled_tile(row_tiles, column_tiles, ROW_TILES: tl.constexpr):
+    """(row tile, column tile) of this program: ROW_TILES programs take one column, then as many take the next.
 
-    So they find the column's weights in the L2 cache.
+    So programs that run at the same time find the column's weights in the L2 cache.
     """
     band_programs = ROW_TILES * column_tiles
     first = tl.program_id(0) // band_programs * ROW_TILES
@@ -212,7 +214,7 @@ def banded_tile(row_tiles, column_tiles, ROW_TILES: tl.constexpr):
     return first + place % height, place // height
 
 
-@triton.jit(do_not_specialize=["rows", "part_depth"])
+@triton.jit(do_not_specialize=["rows", "split_depth"])
 def _matmul_kernel(
     x,
     weight,
@@ -222,10 +224,10 @@ def _matmul_kernel(
     rows,
     columns,
     depth,
-    part_depth,
+    split_depth,
     x_stride,
     GATED: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     FILLS_A_TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -233,51 +235,51 @@ def _matmul_kernel(
     ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weight is a tensor descriptor: what lies outside reads as 0, which adds nothing. x is one where it fills a tile.
+    """`weight` is a tensor descriptor: what is outside reads as 0, which adds nothing. So is `x` with FILLS_A_TILE.
 
-    With GATED it is one of [2, columns, depth], gate and up: a tile holds the same columns of both, for one tl.dot.
-    IN_PARTS: a program walks one stretch of K, and `out` has a product for each of them.
+    With GATED the weight is [2, columns, depth], gate and up: a tile holds the same columns of both, for one tl.dot.
+    With SPLIT_K a program walks one slice of K, and `out` has a partial sum for each slice.
 
-    The memory engine takes up to twice as long over a tile that lies partly outside of x. So the last one ends with the
-    last row, and stores only what is its own; and fewer rows than a tile has are read through pointers.
+    The TMA takes up to twice as long for a tile that is partly outside of x. So the last tile ends with the last row,
+    and stores only the rows that no other tile stores; fewer rows than a tile has are read through pointers.
     """
-    row_tile, column_tile = banded_tile(tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS), ROW_TILES)
+    row_tile, column_tile = swizzled_tile(tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS), ROW_TILES)
     first_row = row_tile * BLOCK_ROWS
     if FILLS_A_TILE:
         first_row = tl.minimum(first_row, rows - BLOCK_ROWS)
     first_column = column_tile * BLOCK_COLUMNS
-    at_row = first_row + tl.arange(0, BLOCK_ROWS)
-    at_column = first_column + tl.arange(0, BLOCK_COLUMNS)
-    at_depth = tl.arange(0, BLOCK_DEPTH)
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    k = tl.arange(0, BLOCK_DEPTH)
     acc = tl.zeros([BLOCK_ROWS, 2 * BLOCK_COLUMNS if GATED else BLOCK_COLUMNS], tl.float32)
     first, end = 0, depth
-    if IN_PARTS:
-        first = tl.program_id(1) * part_depth
-        end = tl.minimum(first + part_depth, depth)
+    if SPLIT_K:
+        first = tl.program_id(1) * split_depth
+        end = tl.minimum(first + split_depth, depth)
         out += tl.program_id(1).to(tl.int64) * rows * columns
     pdl_wait(PDL)
     for start in range(first, end, BLOCK_DEPTH):
         if FILLS_A_TILE:
             x_tile = x.load([first_row, start])
         else:
-            inside = (at_row < rows)[:, None] & (start + at_depth < depth)[None, :]
-            x_tile = tl.load(x + at_row[:, None] * x_stride + (start + at_depth)[None, :], mask=inside, other=0.0)
+            inside = (row < rows)[:, None] & (start + k < depth)[None, :]
+            x_tile = tl.load(x + row[:, None] * x_stride + (start + k)[None, :], mask=inside, other=0.0)
         if GATED:
             weight_tile = tl.reshape(weight.load([0, first_column, start]), [2 * BLOCK_COLUMNS, BLOCK_DEPTH])
         else:
             weight_tile = weight.load([first_column, start])
         acc = tl.dot(x_tile, tl.trans(weight_tile), acc, input_precision="ieee")
-    own = (at_row >= row_tile * BLOCK_ROWS) & (at_row < rows)
-    there = own[:, None] & (at_column < columns)[None, :]
-    places = at_row.to(tl.int64)[:, None] * columns + at_column[None, :]
-    if GATED:  # every thread has both of a pair
+    own = (row >= row_tile * BLOCK_ROWS) & (row < rows)
+    valid = own[:, None] & (column < columns)[None, :]
+    places = row.to(tl.int64)[:, None] * columns + column[None, :]
+    if GATED:  # every thread holds both elements of a pair
         acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_ROWS, 2, BLOCK_COLUMNS]), [0, 2, 1]))
     if bias is not None:
-        acc += tl.load(bias + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if GATED:
         if bias is not None:
-            up += tl.load(bias + columns + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + columns + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         acc = acc * tl.sigmoid(acc) * up
     if residual is not None:
-        acc += tl.load(residual + places, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + places, acc.to(out.dtype.element_ty), mask=there)
+        acc += tl.load(residual + places, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=valid)

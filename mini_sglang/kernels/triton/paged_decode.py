@@ -1,14 +1,16 @@
 """Paged decode attention: one query token per row, or a few, against the keys and values of its pages.
 
 Responsible for the Triton kernels, their workspace and the PyTorch twin. Knows tensors only: no request, no model, no
-backend. Grids depend on static maxima and lengths are read on the device, so every launch can lie in a CUDA graph.
+backend. Grids depend on static maxima and lengths are read on the device, so every launch can be captured in a CUDA
+graph.
 
-How the work is cut. A row is cut into splits of what each program would get if all that the GPU holds at once got the
-same, so they end together (longer for long rows, so that none has more than `max_splits`). A work item is one split of
-one KV head; the query heads that share it are the rows of one tile, padded to the 16 that a tensor core takes. Programs
-walk the list of items, whole splits first, then what is left of each row, the longest first; there are more programs
-than the GPU holds at once, so that it starts the next wherever one has ended early. The program that finishes a row's
-last split merges the splits in their order ("split-KV", Dao et al., Flash-Decoding, 2023).
+How the work is divided. If every program that the GPU holds at once got an equal share of the step, they would end
+together: rows are cut into splits of that length (longer ones for long rows, so that no row has more than
+`max_splits`). A work item is one split of one KV head; the query heads that share it are the rows of one tile, padded
+to the 16 that a tensor core takes. Programs walk the list of items: whole splits first, then the last split of each
+row, the longest first. There are more programs than the GPU holds at once, so that the next one starts wherever one has
+ended early. The program that finishes a row's last split merges the splits in their order ("split-KV", Dao et al.,
+Flash-Decoding, 2023).
 
     row 0  |split 0|split 1|split 2|last|        items: 0.0 0.1 0.2 1.0 | 2.0 0.3 1.1, times KV heads
     row 1  |split 0|la|
@@ -16,8 +18,8 @@ last split merges the splits in their order ("split-KV", Dao et al., Flash-Decod
 
 With `max_splits` 1 rows are not cut, so that the order of additions depends on no other row, and the kernel computes
 prompts too: an item holds up to 16 // group consecutive tokens of a row (tile row i is token i // group, head i %
-group), each of which sees one position more. A tile that lies behind a token's own position leaves its sums as they
-are, so a token has the same bits whichever item it is part of, decoded alone or as a piece of any chunk.
+group), each of which sees one position more than the token before it. A block of positions after a token's own leaves
+its sums as they are, so a token has the same bits whichever item it is in, decoded alone or as part of any chunk.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -35,17 +37,17 @@ import triton.language as tl
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_trigger, pdl_wait, pdl_wait_only
 
 _FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
-_FEW_ROWS = 16  # planned by a kernel of their own: one per number of rows would take seconds to compile
-_LEAST = 32  # tokens of a split that is worth its merge
-_WARPS_AT_ONCE = 8  # that fit into the registers of one multiprocessor
+_FEW_ROWS = 16  # planned by a smaller kernel; one for each number of rows would take seconds to compile
+_MIN_SPLIT = 32  # tokens; shorter splits are not worth their merge
+_WARPS_PER_SM = 8  # that fit into the registers of one multiprocessor
 
 
 @dataclass(frozen=True)
 class DecodeTuning:
-    """How the kernel is cut. `num_stages` and `programs_per_sm` change no bit of the results.
+    """How the work is divided. `num_stages` and `programs_per_sm` change no bit of the results.
 
     Programs of one warp need no barriers among warps. Eight warps fit into the registers of an H200's multiprocessor;
-    with 24 for each, of which the next begins where one ends, it reads 3 to 8 % faster than with 8.
+    with 24 programs for each, of which the next begins where one ends, it reads 3 to 8 % faster than with 8.
     """
 
     block_tokens: int = 16  # tokens of K and V per iteration
@@ -64,7 +66,7 @@ class DecodeTuning:
 
 
 def decode_tuning(head_dim: int, dtype: torch.dtype) -> DecodeTuning:
-    """The fastest cut, measured on an H200 in bfloat16; wide heads need the registers of more warps."""
+    """The fastest tuning, measured on an H200 in bfloat16; wide heads need the registers of more warps."""
     if dtype.itemsize > 2:
         return DecodeTuning(num_warps=4, num_stages=2, programs_per_sm=6)
     if head_dim > 128:
@@ -103,35 +105,35 @@ class PagedDecode:
         self._items = torch.zeros(max_rows * splits, _FIELDS, dtype=torch.int32, device=device)
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
         self._planned = self._items, self._num_items, 0
-        # splits of a row that are done, per KV head; whoever finishes the last one puts it back to 0
-        self._arrived = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
+        # finished splits of a row, per KV head; the program that finishes the last one resets it to 0
+        self._splits_done = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
         self._partial = torch.empty(max_rows, splits, num_heads, head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(max_rows, splits, num_heads, dtype=torch.float32, device=device)
-        self._most_programs, self._at_once = 4, 16  # in the interpreter: enough to meet every case of sharing
+        self._max_programs, self._resident_programs = 4, 16  # for the interpreter: enough to reach every case
         if device.type == "cuda":
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            self._most_programs = sms * tuning.programs_per_sm
-            self._at_once = sms * _WARPS_AT_ONCE // tuning.num_warps
+            self._max_programs = sms * tuning.programs_per_sm
+            self._resident_programs = sms * _WARPS_PER_SM // tuning.num_warps
 
-    def plan(self, lengths: torch.Tensor, tokens: torch.Tensor) -> None:
-        """List the step's work.
+    def plan(self, lengths: torch.Tensor, q_starts: torch.Tensor) -> None:
+        """List the step's work items.
 
-        lengths [rows] int32: tokens that each row's query sees, its own included, 0 to skip the row; tokens [rows]
-        int32: where in q and out each row's token lies.
+        lengths [rows] int32: tokens that each row's query sees, its own included, 0 to skip the row; q_starts [rows]
+        int32: the index of each row's token in q and out. Raises ValueError for more rows than the workspace has.
         """
         rows = lengths.shape[0]
         if rows > self._max_rows:
             raise ValueError(f"{rows} rows exceed the workspace's {self._max_rows}")
         _plan_kernel[(rows,)](
             lengths,
-            tokens,
+            q_starts,
             self._items,
             self._num_items,
             rows,
             ROWS=_FEW_ROWS if rows <= _FEW_ROWS else triton.next_power_of_2(self._max_rows),
             KV_HEADS=self._num_kv_heads,
-            AT_ONCE=self._at_once,
-            LEAST=_LEAST,
+            RESIDENT_PROGRAMS=self._resident_programs,
+            MIN_SPLIT=_MIN_SPLIT,
             MAX_SPLITS=self._tuning.max_splits,
             BLOCK=self._tuning.block_tokens,
             WINDOW=self._window,
@@ -141,12 +143,15 @@ class PagedDecode:
         )
         self._planned = self._items, self._num_items, rows * self._tuning.max_splits
 
-    def plan_tiles(self, starts: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor, tiles: torch.Tensor) -> None:
-        """List the work of a step whose rows may compute several tokens each; rows are not cut into splits.
+    def plan_tiles(
+        self, starts: torch.Tensor, counts: torch.Tensor, q_starts: torch.Tensor, tiles: torch.Tensor
+    ) -> None:
+        """List the work items of a step whose rows may compute several tokens each; rows are not cut into splits.
 
-        starts, counts, tokens [rows] int32: the position of a row's first token, its number of tokens, and where in q
-        and out they begin; tiles [n] int64: row * 2^20 + first token of the tile, one for every `tile_tokens` tokens of
-        a row. Those that see the most positions should come first; tiles of rows without tokens compute nothing.
+        starts, counts, q_starts [rows] int32: the position of a row's first token, its number of tokens, and the index
+        of the first one in q and out; tiles [n] int64: row * 2^20 + first token of the tile, one tile for every
+        `tile_tokens` tokens of a row. Tiles that see the most positions should come first; tiles of rows without tokens
+        compute nothing. Raises ValueError unless `max_splits` is 1.
         """
         if self._tuning.max_splits != 1:
             raise ValueError(f"tiles need max_splits 1, got {self._tuning.max_splits}")
@@ -155,7 +160,7 @@ class PagedDecode:
         _plan_tiles_kernel[(triton.cdiv(len(tiles), 128),)](
             starts,
             counts,
-            tokens,
+            q_starts,
             tiles,
             items,
             num_items,
@@ -171,22 +176,22 @@ class PagedDecode:
     def run(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Attend as planned; tokens of no planned row keep what `out` holds.
+        """Attend as planned; `out` keeps what it holds for tokens of other rows.
 
         q [T, heads, head_dim], only its first dimension may be strided; keys, values [num_cells, kv_heads, head_dim];
         page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype.
         """
         check_operands(q, keys, values, out)
         group = self._num_heads // self._num_kv_heads
-        items, num_items, most_items = self._planned
-        _decode_kernel[(min(self._most_programs, most_items * self._num_kv_heads),)](
+        items, num_items, max_items = self._planned
+        _decode_kernel[(min(self._max_programs, max_items * self._num_kv_heads),)](
             q,
             keys,
             values,
             page_table,
             items,
             num_items,
-            self._arrived,
+            self._splits_done,
             self._partial,
             self._partial_lse,
             out,
@@ -217,7 +222,7 @@ def paged_decode_reference(
     values: torch.Tensor,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
-    tokens: torch.Tensor,
+    q_starts: torch.Tensor,
     out: torch.Tensor,
     *,
     page_size: int,
@@ -232,7 +237,7 @@ def paged_decode_reference(
         cells = page_table[row, positions // page_size].long() * page_size + positions % page_size
         k = keys[cells].double().repeat_interleave(group, 1)  # [length, heads, head_dim]
         v = values[cells].double().repeat_interleave(group, 1)
-        token = int(tokens[row])
+        token = int(q_starts[row])
         scores = torch.einsum("hd,nhd->hn", q[token].double(), k) / math.sqrt(q.shape[2])
         out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v).to(out.dtype)
 
@@ -245,7 +250,7 @@ def softmax_scale_log2(head_dim: int) -> float:
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Raise ValueError for shapes that the attention kernels do not take."""
     if num_heads % num_kv_heads or num_heads // num_kv_heads > 16:
-        raise ValueError(f"{num_heads} query heads must be 1 to 16 per KV head, of which there are {num_kv_heads}")
+        raise ValueError(f"num_heads must be 1 to 16 times num_kv_heads, got {num_heads} and {num_kv_heads}")
     if head_dim % 16 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 16 from 16 to 256, got {head_dim}")
 
@@ -260,7 +265,7 @@ def check_operands(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ou
 
 @triton.jit
 def _first_seen(length, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """The first position that a row of `length` tokens reads, or each of a vector of rows"""
+    """The first position that a row of `length` tokens reads; for one row or a vector of rows."""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
@@ -269,40 +274,40 @@ def _first_seen(length, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _split_of(seen, size, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """(tokens per split, splits, tokens of the last one) of a row that sees so many, or of each of a vector of rows"""
+    """(tokens per split, splits, tokens of the last one) of a row that sees `seen` tokens; for one row or a vector."""
     size = tl.maximum(size, tl.cdiv(seen, MAX_SPLITS * BLOCK) * BLOCK)
     splits = tl.cdiv(seen, size)
     return size, splits, seen - tl.maximum(splits - 1, 0) * size
 
 
-@triton.jit(do_not_specialize=["lengths", "tokens", "rows"])
+@triton.jit(do_not_specialize=["lengths", "q_starts", "rows"])
 def _plan_kernel(
     lengths,
-    tokens,
+    q_starts,
     items,
     num_items,
     rows,
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    LEAST: tl.constexpr,
+    RESIDENT_PROGRAMS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row writes its items: whole splits of long rows first, behind them the last splits by length."""
+    """One program per row writes its items: whole splits of long rows come first, then the last splits by length."""
     pdl_wait_only(PDL)
     row = tl.program_id(0)
     others = tl.arange(0, ROWS)
     length = tl.load(lengths + row)
-    token = tl.load(tokens + row)
+    token = tl.load(q_starts + row)
     other_lengths = tl.load(lengths + others, mask=others < rows, other=0)
     first = _first_seen(length, BLOCK, WINDOW)
     other_seen = other_lengths - _first_seen(other_lengths, BLOCK, WINDOW)
-    even_share = tl.cdiv(tl.sum(other_seen) * KV_HEADS, AT_ONCE)
-    wanted = tl.maximum(tl.cdiv(even_share, BLOCK) * BLOCK, LEAST)
+    even_share = tl.cdiv(tl.sum(other_seen) * KV_HEADS, RESIDENT_PROGRAMS)
+    wanted = tl.maximum(tl.cdiv(even_share, BLOCK) * BLOCK, MIN_SPLIT)
     size, splits, last = _split_of(length - first, wanted, MAX_SPLITS, BLOCK)
     _, other_splits, other_last = _split_of(other_seen, wanted, MAX_SPLITS, BLOCK)
     before = (other_lengths > length) | ((other_lengths == length) & (others < row))
@@ -311,25 +316,25 @@ def _plan_kernel(
     last_before = tl.sum(((other_last > last) | ((other_last == last) & (others < row))).to(tl.int32))
     split = tl.arange(0, MAX_SPLITS)
     item = tl.where(split == splits - 1, tl.sum(whole) + last_before, whole_before + split)
-    there = split < splits
+    valid = split < splits
     begin = first + split * size
-    at = items + item * FIELDS
-    tl.store(at, row, mask=there)
-    tl.store(at + 1, token, mask=there)
-    tl.store(at + 2, begin, mask=there)
-    tl.store(at + 3, tl.minimum(begin + size, length), mask=there)
-    tl.store(at + 4, split, mask=there)
-    tl.store(at + 5, splits, mask=there)
-    tl.store(at + 6, length, mask=there)
+    fields = items + item * FIELDS
+    tl.store(fields, row, mask=valid)
+    tl.store(fields + 1, token, mask=valid)
+    tl.store(fields + 2, begin, mask=valid)
+    tl.store(fields + 3, tl.minimum(begin + size, length), mask=valid)
+    tl.store(fields + 4, split, mask=valid)
+    tl.store(fields + 5, splits, mask=valid)
+    tl.store(fields + 6, length, mask=valid)
     tl.store(num_items, tl.sum(other_splits), mask=row == 0)
     pdl_trigger(PDL)  # attention reads the first items before it waits
 
 
-@triton.jit(do_not_specialize=["starts", "counts", "tokens", "tiles", "num_tiles"])
+@triton.jit(do_not_specialize=["starts", "counts", "q_starts", "tiles", "num_tiles"])
 def _plan_tiles_kernel(
     starts,
     counts,
-    tokens,
+    q_starts,
     tiles,
     items,
     num_items,
@@ -339,38 +344,38 @@ def _plan_tiles_kernel(
     WINDOW: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """128 tiles per program become items of one split."""
+    """Each program turns 128 tiles into items of one split."""
     place = tl.program_id(0) * 128 + tl.arange(0, 128)
-    there = place < num_tiles
-    tile = tl.load(tiles + place, mask=there, other=0)
+    valid = place < num_tiles
+    tile = tl.load(tiles + place, mask=valid, other=0)
     row = (tile >> 20).to(tl.int32)
     first = (tile & ((1 << 20) - 1)).to(tl.int32)
-    start = tl.load(starts + row, mask=there, other=0)
-    count = tl.load(counts + row, mask=there, other=0)
+    start = tl.load(starts + row, mask=valid, other=0)
+    count = tl.load(counts + row, mask=valid, other=0)
     length = start + first + 1
-    at = items + place * FIELDS
-    tl.store(at, row, mask=there)
-    tl.store(at + 1, tl.load(tokens + row, mask=there, other=0) + first, mask=there)
-    tl.store(at + 2, _first_seen(length, BLOCK, WINDOW), mask=there)
-    tl.store(at + 3, tl.minimum(start + count, length + TOKENS - 1), mask=there)
-    tl.store(at + 4, 0, mask=there)
-    tl.store(at + 5, 1, mask=there)
-    tl.store(at + 6, length, mask=there)
+    fields = items + place * FIELDS
+    tl.store(fields, row, mask=valid)
+    tl.store(fields + 1, tl.load(q_starts + row, mask=valid, other=0) + first, mask=valid)
+    tl.store(fields + 2, _first_seen(length, BLOCK, WINDOW), mask=valid)
+    tl.store(fields + 3, tl.minimum(start + count, length + TOKENS - 1), mask=valid)
+    tl.store(fields + 4, 0, mask=valid)
+    tl.store(fields + 5, 1, mask=valid)
+    tl.store(fields + 6, length, mask=valid)
     tl.store(num_items, num_tiles, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
 def _read_item(items, item, FIELDS: tl.constexpr):
     """row, token, begin, end, split, splits, length"""
-    at = items + item * FIELDS
+    fields = items + item * FIELDS
     return (
-        tl.load(at),
-        tl.load(at + 1),
-        tl.load(at + 2),
-        tl.load(at + 3),
-        tl.load(at + 4),
-        tl.load(at + 5),
-        tl.load(at + 6),
+        tl.load(fields),
+        tl.load(fields + 1),
+        tl.load(fields + 2),
+        tl.load(fields + 3),
+        tl.load(fields + 4),
+        tl.load(fields + 5),
+        tl.load(fields + 6),
     )
 
 
@@ -382,7 +387,7 @@ def _decode_kernel(
     page_table,
     items,
     num_items,
-    arrived,
+    splits_done,
     partial,
     partial_lse,
     out,
@@ -408,7 +413,7 @@ def _decode_kernel(
     heads = tl.arange(0, 16)  # query heads of the group, padded
     dims = tl.arange(0, DIM_PAD)
     q_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    in_q = heads * HEAD_DIM  # where the tile's rows lie in q and in out, from its first token and head on
+    in_q = heads * HEAD_DIM  # offsets of the tile's rows in q and in out, from its first token and head on
     in_out = heads * HEAD_DIM
     if TOKENS > 1:
         token_of_row = heads // GROUP
@@ -416,11 +421,11 @@ def _decode_kernel(
         in_out = token_of_row * (KV_HEADS * GROUP * HEAD_DIM) + heads % GROUP * HEAD_DIM
     first_work = tl.program_id(0)
     total = tl.load(num_items) * KV_HEADS
-    # items are read one ahead, the first together with their number, so that no item starts with a chain of loads
+    # items are loaded one ahead, the first one together with num_items, so that no item starts with a chain of loads
     row, token, begin, end, split, splits, length = _read_item(
         items, tl.minimum(first_work // KV_HEADS, last_item), FIELDS
     )
-    pdl_wait(PDL)  # the list was handed over before
+    pdl_wait(PDL)  # the list was visible before: see pdl_trigger in _plan_kernel
     for work in range(first_work, total, tl.num_programs(0)):
         kv_head = work % KV_HEADS
         token_place = token.to(tl.int64)
@@ -428,7 +433,7 @@ def _decode_kernel(
         if TOKENS > 1:
             lengths = tl.minimum(length + token_of_row, end)  # spare rows copy the last token's
             q_mask = (length + token_of_row <= end)[:, None] & (dims < HEAD_DIM)[None, :]
-        elif MAX_SPLITS == 1:  # an idle tile of a prompt step is an item without positions
+        elif MAX_SPLITS == 1:  # an idle tile of a prefill step is an item without positions
             q_mask = (heads < tl.where(begin < end, GROUP, 0))[:, None] & (dims < HEAD_DIM)[None, :]
         first_head = kv_head * (GROUP * HEAD_DIM)
         q_places = token_place * q_stride + first_head + in_q[:, None] + dims[None, :]
@@ -460,17 +465,17 @@ def _decode_kernel(
             places = token_place * (KV_HEADS * GROUP * HEAD_DIM) + first_head + in_out[:, None] + dims[None, :]
             tl.store(out + places, acc.to(out.dtype.element_ty), mask=q_mask)
         else:
-            first_slot = row.to(tl.int64) * (MAX_SPLITS * KV_HEADS * GROUP) + kv_head * GROUP
-            slot = first_slot + split * (KV_HEADS * GROUP)
-            tl.store(partial + (slot + heads[:, None]) * HEAD_DIM + dims[None, :], acc, mask=q_mask)
-            tl.store(partial_lse + slot + heads, highest + tl.log2(total_weight), mask=heads < GROUP)
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            counter = arrived + row * KV_HEADS + kv_head
+            first_partial = row.to(tl.int64) * (MAX_SPLITS * KV_HEADS * GROUP) + kv_head * GROUP
+            partial_row = first_partial + split * (KV_HEADS * GROUP)
+            tl.store(partial + (partial_row + heads[:, None]) * HEAD_DIM + dims[None, :], acc, mask=q_mask)
+            tl.store(partial_lse + partial_row + heads, highest + tl.log2(total_weight), mask=heads < GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them counts the split
+            counter = splits_done + row * KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
                 _merge(
-                    partial + first_slot * HEAD_DIM,
-                    partial_lse + first_slot,
+                    partial + first_partial * HEAD_DIM,
+                    partial_lse + first_partial,
                     out + (token_place * KV_HEADS + kv_head) * (GROUP * HEAD_DIM),
                     splits,
                     KV_HEADS * GROUP,
@@ -505,14 +510,14 @@ def _attend(
 ):
     """Online softmax over positions [begin, end) -> (sum of weighted values, sum of weights, highest score)
 
-    `lengths`: positions that the row's query sees, or with several TOKENS each tile row's. A tile of positions that a
-    tile row sees nothing of leaves it as it is: the highest score stays, its decay is 1, and what is added is 0.
+    `lengths`: how many positions the row's query sees, or with several TOKENS each tile row's. A block of positions
+    that a tile row cannot see leaves its sums unchanged: the highest score stays, its decay is 1, and 0 is added.
     """
     dims = tl.arange(0, DIM_PAD)
     highest = tl.full([16], float("-inf"), tl.float32)
     total_weight = tl.zeros([16], tl.float32)
     acc = tl.zeros([16, DIM_PAD], tl.float32)
-    # page ids are read one tile ahead, so that the loads of K and V depend on no load of their own iteration
+    # page ids are loaded one tile ahead, so that the loads of K and V depend on no load of their own iteration
     page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK)
     for tile in tl.range(begin, end, BLOCK, num_stages=STAGES):
         positions = tile + tl.arange(0, BLOCK)
@@ -520,7 +525,7 @@ def _attend(
         cells = page.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
         places = cells[:, None] * (KV_HEADS * HEAD_DIM) + dims[None, :]
         page = pages_of(pages, tile + BLOCK, end, PAGE_SIZE, BLOCK)
-        # cells beyond the end are not read: what lies there may be NaN, and 0 * NaN is NaN
+        # cells beyond the end are not read: they may hold NaN, and 0 * NaN is NaN
         mask = seen[:, None]
         if DIM_PAD != HEAD_DIM:
             mask = mask & (dims < HEAD_DIM)[None, :]
@@ -572,9 +577,9 @@ def _merge(
     DIM_PAD: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Weigh a row's splits by their share of the softmax, in their order, and write the group's heads."""
-    MOST: tl.constexpr = 4096 // (GROUP_PAD * DIM_PAD)  # splits per iteration that registers hold
-    CHUNK: tl.constexpr = MOST if MOST < MAX_SPLITS else MAX_SPLITS
+    """Combine a row's splits, in order, weighted by their share of the softmax, and write the heads of the group."""
+    MAX_CHUNK: tl.constexpr = 4096 // (GROUP_PAD * DIM_PAD)  # splits per iteration that registers hold
+    CHUNK: tl.constexpr = MAX_CHUNK if MAX_CHUNK < MAX_SPLITS else MAX_SPLITS
     heads = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -584,10 +589,10 @@ def _merge(
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for chunk in range(0, splits, CHUNK):
         split = chunk + tl.arange(0, CHUNK)
-        there = (split < splits)[:, None] & (heads < GROUP)[None, :]
-        # other programs wrote these: read past this multiprocessor's own cache
+        valid = (split < splits)[:, None] & (heads < GROUP)[None, :]
+        # other programs wrote these: read past this multiprocessor's L1 cache
         lse = tl.load(
-            partial_lse + split[:, None] * NUM_HEADS + heads[None, :], mask=there, other=0.0, cache_modifier=".cg"
+            partial_lse + split[:, None] * NUM_HEADS + heads[None, :], mask=valid, other=0.0, cache_modifier=".cg"
         )
         lse = tl.where((split < splits)[:, None], lse, float("-inf"))
         values = tl.load(

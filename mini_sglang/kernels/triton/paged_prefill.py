@@ -1,12 +1,13 @@
-"""Paged attention of rows that compute several tokens: prompts, chunks of prompts, verified drafts.
+"""Paged attention of rows that compute several tokens: prompts, chunks of prompts, drafts that are verified.
 
-Responsible for the Triton kernel and its PyTorch twin. Keys and values, those of the step's own tokens too, are read
-from the pool through the page table, so a cached prefix costs nothing extra. Knows tensors only: no request, no model.
+Responsible for the Triton kernel and its PyTorch twin. All keys and values, those of the step's own tokens too, are
+read from the pool through the page table, so a cached prefix costs nothing extra. Knows tensors only: no request, no
+model.
 
-How the work is cut. The query heads of a KV head and consecutive tokens of a row are the rows of one tile (token-major:
-tile row i is token i // group, head i % group), so each tile reads its keys and values once for the whole group. One
-launch covers every tile of a ragged batch; the longest tiles start first. Within a tile, positions that every query
-sees run without a mask; the diagonal follows with one (FlashAttention-2, Dao, arXiv 2307.08691).
+How the work is divided. The query heads of a KV head and consecutive tokens of a row are the rows of one tile
+(token-major: tile row i is token i // group, head i % group), so each tile reads its keys and values once for the whole
+group. One launch covers every tile of a ragged batch; the longest tiles start first. Within a tile, positions that
+every query sees run without a mask; the diagonal follows with one (FlashAttention-2, Dao, arXiv 2307.08691).
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -28,7 +29,7 @@ from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 @dataclass(frozen=True)
 class PrefillTuning:
-    """How the kernel is cut. `block_queries` counts tile rows: tokens times the query heads per KV head."""
+    """How the work is divided. `block_queries` counts tile rows: tokens times the query heads per KV head."""
 
     block_queries: int = 128
     block_tokens: int = 64
@@ -41,7 +42,8 @@ def prefill_tuning(
 ) -> PrefillTuning:
     """The fastest tiles that fit the device's shared memory (measured on an H100 in bfloat16).
 
-    `dtype` is that of queries; keys and values of another `kv_dtype` also need room for a tile of each in it.
+    `dtype` is that of the queries; if `kv_dtype` differs, a tile of keys and one of values must fit in `dtype` too.
+    Raises ValueError if nothing fits.
     """
     kv_dtype = kv_dtype or dtype
     limit = 2**20  # no limit in the interpreter
@@ -57,7 +59,7 @@ def prefill_tuning(
     ]
     if dtype.itemsize > 2:  # no tensor cores: every product is unrolled into registers
         candidates = [PrefillTuning(block_queries=32, block_tokens=32 if dim <= 128 else 16, num_warps=4, num_stages=2)]
-    elif dim == 128 and page_size % 64:  # page ids looked up token by token pay for wider tiles
+    elif dim == 128 and page_size % 64:  # page ids are looked up token by token: wider tiles are faster
         candidates.insert(0, wide)
     for tuning in candidates:
         rows = tuning.block_queries + (2 * tuning.block_tokens if kv_dtype != dtype else 0)
@@ -68,20 +70,20 @@ def prefill_tuning(
 
 
 def short_prefill_tuning(long: PrefillTuning, head_dim: int, dtype: torch.dtype) -> PrefillTuning:
-    """The fastest tiles for tokens that see few positions, `SHORT_PREFILL` at most; `long` are those for many.
+    """The fastest tiles for tokens that see at most `SHORT_PREFILL` positions; `long` are those for more.
 
     Measured on an H200 in bfloat16, heads of 128: a quarter faster for prompts of 100 to 1,024 tokens, half for 64.
     """
     return PrefillTuning(64, 32, num_warps=4, num_stages=3) if dtype.itemsize == 2 and head_dim <= 128 else long
 
 
-SHORT_PREFILL = 1536
+SHORT_PREFILL = 1536  # positions
 
 
 def prefill_tiles(starts: Sequence[int], counts: Sequence[int], group: int, tuning: PrefillTuning) -> list[int]:
-    """The tiles of rows with `counts` tokens from position `starts` on, as row * 2^20 + first token of the tile.
+    """The tiles of rows that compute `counts` tokens from positions `starts` on: row * 2^20 + first token of the tile.
 
-    Rows of count 0 have none. Tiles that see the most positions come first, so that the last to run are short.
+    Rows of count 0 have no tiles. Tiles that see the most positions come first, so that the last to run are short.
     """
     step = tuning.block_queries // group
     tiles = [(starts[row] + first, row, first) for row, count in enumerate(counts) for first in range(0, count, step)]
@@ -96,7 +98,7 @@ def paged_prefill(
     page_table: torch.Tensor,
     starts: torch.Tensor,
     counts: torch.Tensor,
-    tokens: torch.Tensor,
+    q_starts: torch.Tensor,
     tiles: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -104,13 +106,13 @@ def paged_prefill(
     tuning: PrefillTuning,
     window: int | None = None,
 ) -> None:
-    """Attend causally from every token of the rows that have `tiles` (made with the same tuning); others stay as they
-    are.
+    """Attend causally from every token of the rows that have `tiles`; other tokens stay unchanged in `out`.
 
     q [T, heads, head_dim], only its first dimension may be strided; keys, values [num_cells, kv_heads, head_dim];
-    page_table [rows, max pages] int32 or int64; starts, counts, tokens [rows] int32: the position of a row's first
-    token, its number of tokens, and where in q and out they begin; tiles [n] int64; out [T, heads, head_dim]
-    contiguous, of q's dtype. With `window`, a query sees the last `window` positions only, its own included.
+    page_table [rows, max pages] int32 or int64; starts, counts, q_starts [rows] int32: the position of a row's first
+    token, its number of tokens, and the index of the first one in q and out; tiles [n] int64, made with the same
+    tuning; out [T, heads, head_dim] contiguous, of q's dtype. With `window`, a query sees the last `window` positions
+    only, its own included.
     """
     check_operands(q, keys, values, out)
     num_heads, num_kv_heads, head_dim = q.shape[1], keys.shape[1], q.shape[2]
@@ -122,7 +124,7 @@ def paged_prefill(
         page_table,
         starts,
         counts,
-        tokens,
+        q_starts,
         tiles,
         out,
         q.stride(0),
@@ -149,7 +151,7 @@ def paged_prefill_reference(
     page_table: torch.Tensor,
     starts: torch.Tensor,
     counts: torch.Tensor,
-    tokens: torch.Tensor,
+    q_starts: torch.Tensor,
     out: torch.Tensor,
     *,
     page_size: int,
@@ -162,17 +164,17 @@ def paged_prefill_reference(
         cells = page_table[row, positions // page_size].long() * page_size + positions % page_size
         k = keys[cells].double().repeat_interleave(group, 1)  # [start + count, heads, head_dim]
         v = values[cells].double().repeat_interleave(group, 1)
-        span = slice(int(tokens[row]), int(tokens[row]) + count)
+        span = slice(int(q_starts[row]), int(q_starts[row]) + count)
         scores = torch.einsum("thd,nhd->htn", q[span].double(), k) / math.sqrt(q.shape[2])
         queries = positions[start:].unsqueeze(1)
-        hidden = positions > queries
+        masked = positions > queries
         if window:
-            hidden |= positions <= queries - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            masked |= positions <= queries - window
+        weights = scores.masked_fill(masked, float("-inf")).softmax(-1)
         out[span] = torch.einsum("htn,nhd->thd", weights, v).to(out.dtype)
 
 
-@triton.jit(do_not_specialize=["starts", "counts", "tokens", "tiles"])  # not on where in a tensor they begin
+@triton.jit(do_not_specialize=["starts", "counts", "q_starts", "tiles"])  # they may begin anywhere in a tensor
 def _prefill_kernel(
     q,
     keys,
@@ -180,7 +182,7 @@ def _prefill_kernel(
     page_table,
     starts,
     counts,
-    tokens,
+    q_starts,
     tiles,
     out,
     q_stride,
@@ -199,7 +201,7 @@ def _prefill_kernel(
 ):
     """One program computes one tile of queries for one KV head; the longest tiles of all heads start first.
 
-    What fills a graph's list up comes last, so that it takes no multiprocessor from a tile that computes something.
+    The idle tiles that pad a graph's list come last, so that they take no multiprocessor from a tile with work.
     """
     TOKENS: tl.constexpr = BLOCK_QUERIES // GROUP
     tile = tl.load(tiles + tl.program_id(0) // KV_HEADS)
@@ -211,15 +213,15 @@ def _prefill_kernel(
     queries = tl.arange(0, BLOCK_QUERIES)
     dims = tl.arange(0, DIM_PAD)
     token = first + queries // GROUP
-    there = (queries < TOKENS * GROUP) & (token < count)
-    places = (tl.load(tokens + row) + token).to(tl.int64)
+    valid = (queries < TOKENS * GROUP) & (token < count)
+    places = (tl.load(q_starts + row) + token).to(tl.int64)
     head_offsets = (kv_head * GROUP + queries % GROUP) * HEAD_DIM
-    mask = there[:, None] & (dims < HEAD_DIM)[None, :]
-    pdl_wait(PDL)  # what was read so far was written when the step began
+    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    pdl_wait(PDL)  # everything read so far was written when the step began
     q_tile = tl.load(q + (places * q_stride + head_offsets)[:, None] + dims[None, :], mask=mask, other=0.0)
 
     limits = start + tl.minimum(token, count - 1)  # the last position each query sees; spare rows copy a real one
-    end = start + tl.minimum(first + TOKENS, count)  # behind the last position that any query sees
+    end = start + tl.minimum(first + TOKENS, count)  # one after the last position that any query sees
     unmasked = (start + first + 1) // BLOCK * BLOCK  # up to here every query sees everything
     begin = start * 0
     if WINDOW > 0:
@@ -268,7 +270,7 @@ def _attend(
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Continue an online softmax over positions [begin, until); without MASKED all of them are seen by all queries."""
+    """Continue an online softmax over positions [begin, until); without MASKED every query sees all of them."""
     dims = tl.arange(0, DIM_PAD)
     page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK)
     for tile in tl.range(begin, until, BLOCK, num_stages=STAGES):
@@ -278,7 +280,7 @@ def _attend(
         places = cells[:, None] * (KV_HEADS * HEAD_DIM) + dims[None, :]
         page = pages_of(pages, tile + BLOCK, end, PAGE_SIZE, BLOCK)
         if MASKED:
-            # cells beyond the end are not read: what lies there may be NaN, and 0 * NaN is NaN
+            # cells beyond the end are not read: they may hold NaN, and 0 * NaN is NaN
             mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(keys + places, mask=mask, other=0.0)
             v = tl.load(values + places, mask=mask, other=0.0)
@@ -296,7 +298,7 @@ def _attend(
                 visible = visible & (positions[None, :] > limits[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-        # behind a window a query may have seen nothing yet, and -inf - -inf is NaN
+        # before its window a query has seen nothing yet, and -inf - -inf is NaN
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if WINDOW > 0 else new_highest
         weights = tl.exp2(scores * scale_log2 - base[:, None])
         decay = tl.exp2(highest - base)

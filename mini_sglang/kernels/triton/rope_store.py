@@ -1,8 +1,7 @@
-"""From the fused qkv product to attention's inputs in one pass: QK-norm, rotation, and the store into the KV pool.
+"""From the fused qkv to attention's inputs in one pass: QK-norm, rotation, and the store into the KV pool.
 
 q is written out rotated; k and v go straight to their cells of the pool, so neither is written twice. The rotation is
-the half-split one (Su et al., arXiv 2104.09864). The PyTorch twin is beside the kernel; neither knows a model or a
-page.
+half-split (Su et al., arXiv 2104.09864). The PyTorch twin stands beside the kernel; neither knows a model or a page.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -14,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.interface import as_stored
+from mini_sglang.kernels.interface import to_kv_dtype
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _HEADS = 16  # heads per program, whatever the number of tokens: another tile would add in another order
@@ -38,7 +37,7 @@ def rope_store(
     qkv [T, (heads + 2 * kv_heads) * head_dim] contiguous: q, k, v; positions [T] int32 or int64; cells [T] likewise:
     page id * page_size + offset; cos, sin [context, head_dim / 2] of any float dtype; keys, values [num_cells,
     kv_heads, head_dim] contiguous, of the pool's dtype (float8_e4m3fn saturates at ±448); q_norm, k_norm [head_dim].
-    Computed in float32, rounded once.
+    Computed in float32, rounded once. Raises ValueError for other layouts.
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -47,7 +46,7 @@ def rope_store(
     if not (cos.is_contiguous() and sin.is_contiguous()) or cos.shape[1] != head_dim // 2:
         raise ValueError(f"cos and sin must be contiguous [context, {head_dim // 2}], got {tuple(cos.shape)}")
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm come together")
+        raise ValueError("q_norm and k_norm must be given together")
     q = torch.empty(qkv.shape[0], num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _rope_store_kernel[(qkv.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
         qkv,
@@ -98,14 +97,14 @@ def rope_store_reference(
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1)
 
-    keys[cells.long()] = as_stored(rotate(k, k_norm), keys.dtype)
-    values[cells.long()] = as_stored(v, values.dtype)
+    keys[cells.long()] = to_kv_dtype(rotate(k, k_norm), keys.dtype)
+    values[cells.long()] = to_kv_dtype(v, values.dtype)
     return rotate(q, q_norm).to(qkv.dtype)
 
 
 @triton.jit
-def _as_stored(x, pool):
-    """x in the dtype that `pool` points to; e4m3 saturates at its largest number"""
+def _to_kv_dtype(x, pool):
+    """x in the dtype that `pool` points to; float8_e4m3fn saturates at its largest number."""
     if pool.dtype.element_ty == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(pool.dtype.element_ty)
@@ -141,7 +140,7 @@ def _rope_store_kernel(
     is_k = (heads >= NUM_HEADS)[:, None] & (heads < NUM_HEADS + KV_HEADS)[:, None]
     is_v = (heads >= NUM_HEADS + KV_HEADS)[:, None] & (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
     source = (token * (NUM_HEADS + 2 * KV_HEADS) + heads)[:, None] * (2 * HALF) + dims[None, :]
-    there = fits & (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
+    valid = fits & (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
     position = tl.load(positions + token).to(tl.int64)
     cell = tl.load(cells + token).to(tl.int64)
     cosines = tl.load(cos + position * HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
@@ -152,8 +151,8 @@ def _rope_store_kernel(
         k_a = tl.load(k_norm + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
         k_b = tl.load(k_norm + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     pdl_wait(PDL)  # positions and cells were written when the step began
-    raw_a = tl.load(qkv + source, mask=there, other=0.0)
-    raw_b = tl.load(qkv + source + HALF, mask=there, other=0.0)
+    raw_a = tl.load(qkv + source, mask=valid, other=0.0)
+    raw_b = tl.load(qkv + source + HALF, mask=valid, other=0.0)
     a = raw_a.to(tl.float32)
     b = raw_b.to(tl.float32)
     if NORM:
@@ -166,8 +165,8 @@ def _rope_store_kernel(
     tl.store(q + to_q, rotated_a.to(q.dtype.element_ty), mask=is_q & fits)
     tl.store(q + to_q + HALF, rotated_b.to(q.dtype.element_ty), mask=is_q & fits)
     to_k = (cell * KV_HEADS + heads - NUM_HEADS)[:, None] * (2 * HALF) + dims[None, :]
-    tl.store(keys + to_k, _as_stored(rotated_a, keys), mask=is_k & fits)
-    tl.store(keys + to_k + HALF, _as_stored(rotated_b, keys), mask=is_k & fits)
+    tl.store(keys + to_k, _to_kv_dtype(rotated_a, keys), mask=is_k & fits)
+    tl.store(keys + to_k + HALF, _to_kv_dtype(rotated_b, keys), mask=is_k & fits)
     to_v = to_k - KV_HEADS * (2 * HALF)
-    tl.store(values + to_v, _as_stored(raw_a, values), mask=is_v & fits)
-    tl.store(values + to_v + HALF, _as_stored(raw_b, values), mask=is_v & fits)
+    tl.store(values + to_v, _to_kv_dtype(raw_a, values), mask=is_v & fits)
+    tl.store(values + to_v + HALF, _to_kv_dtype(raw_b, values), mask=is_v & fits)

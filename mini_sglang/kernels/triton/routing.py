@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and which tokens an expert gets: all on the device, so that it lies in CUDA graphs.
+"""Which experts a token goes to, and which tokens an expert gets: all on the device, so CUDA graphs can capture it.
 
-`route` chooses the experts of each token, `sort_by_expert` brings the choices of a step together by expert and cuts
-them into the tiles of a grouped product (`experts.py`). Each stands beside its PyTorch twin. Knows no weights.
+`route` chooses the experts of each token; `sort_by_expert` groups the choices of a step by expert and cuts each group
+into tiles for the grouped matrix product (`experts.py`). Each stands beside its PyTorch twin. Knows no weights.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -17,21 +17,22 @@ import triton.language as tl
 
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
-_CHUNK = 2048  # choices that a program looks at together
-_TILES = 32  # of one expert that a program writes down together
+_CHUNK = 2048  # choices that a program reads at a time
+_TILES = 32  # tiles of an expert that a program writes at a time
 
 
-class ExpertOrder(NamedTuple):
-    """The choices of a step, token * k + place, in the order of their experts, and the tiles that cover them."""
+class SortedChoices(NamedTuple):
+    """The choices of a step (token * k + place), sorted by expert, and the tiles that cover them."""
 
-    choices: torch.Tensor  # [T * k] int32; those of one expert follow each other, in the order of tokens
-    tiles: torch.Tensor  # [3, most tiles] int32: expert, first entry of `choices` and its end; idle ones end at 0
+    choices: torch.Tensor  # [T * k] int32; those of one expert are consecutive, in the order of tokens
+    tiles: torch.Tensor  # [3, max tiles] int32: expert, first entry of `choices`, and end; idle tiles end at 0
 
 
 def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` experts of each token by the softmax over all of them, the largest first, the earlier of equals.
+    """Choose the `top_k` experts of each token by a softmax over all of them, the largest first, equals by index.
 
-    logits [T, experts] contiguous -> ids [T, k] int32 and weights [T, k] float32, with `normalize` of sum 1 in a row
+    logits [T, experts] contiguous -> ids [T, k] int32 and weights [T, k] float32; with `normalize` a row's weights add
+    up to 1. Raises ValueError for a `top_k` above the number of experts, and for strided logits.
     """
     tokens, experts = logits.shape
     if top_k > experts:
@@ -62,32 +63,32 @@ def route_reference(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tup
     return ids[:, :top_k].int(), weights / weights.sum(-1, keepdim=True) if normalize else weights
 
 
-def sort_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
+def sort_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> SortedChoices:
     """Group the choices `ids` [T, k] int32 contiguous by expert, and cut each group into tiles of `tile_rows`.
 
-    One launch whose grid does not depend on what was chosen. A program per expert counts all choices and then collects
-    its own in order, so nothing is added atomically and the order is always the same.
+    One launch whose grid does not depend on the choices. The program of an expert counts all choices and then collects
+    its own in order, without atomics, so the result is always in the same order.
     """
-    number = ids.numel()
-    choices = torch.empty(number, dtype=torch.int32, device=ids.device)
-    tiles = torch.empty(3, most_tiles(number, num_experts, tile_rows), dtype=torch.int32, device=ids.device)
+    num_choices = ids.numel()
+    choices = torch.empty(num_choices, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty(3, max_tiles(num_choices, num_experts, tile_rows), dtype=torch.int32, device=ids.device)
     _sort_kernel[(num_experts,)](
         ids,
         choices,
         tiles,
-        number,
+        num_choices,
         tiles.shape[1],
         BINS=max(triton.next_power_of_2(num_experts), 32),
-        CHUNK=min(triton.next_power_of_2(number), _CHUNK),
+        CHUNK=min(triton.next_power_of_2(num_choices), _CHUNK),
         TILE_ROWS=tile_rows,
         TILES=_TILES,
-        num_warps=4 if number <= _CHUNK // 2 else 8,
+        num_warps=4 if num_choices <= _CHUNK // 2 else 8,
         **pdl_launch(ids.device),
     )
-    return ExpertOrder(choices, tiles)
+    return SortedChoices(choices, tiles)
 
 
-def sort_by_expert_reference(ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
+def sort_by_expert_reference(ids: torch.Tensor, num_experts: int, tile_rows: int) -> SortedChoices:
     """The twin of `sort_by_expert`."""
     counts = ids.flatten().bincount(minlength=num_experts).tolist()
     tiles = []
@@ -95,14 +96,14 @@ def sort_by_expert_reference(ids: torch.Tensor, num_experts: int, tile_rows: int
     for expert, count in enumerate(counts):
         tiles += [(expert, first, begin + count) for first in range(begin, begin + count, tile_rows)]
         begin += count
-    tiles += [(0, 0, 0)] * (most_tiles(ids.numel(), num_experts, tile_rows) - len(tiles))
-    return ExpertOrder(
+    tiles += [(0, 0, 0)] * (max_tiles(ids.numel(), num_experts, tile_rows) - len(tiles))
+    return SortedChoices(
         ids.flatten().argsort(stable=True).int(), torch.tensor(tiles, dtype=torch.int32, device=ids.device).t()
     )
 
 
-def most_tiles(choices: int, num_experts: int, tile_rows: int) -> int:
-    """However `choices` fall: every expert that has any begins a tile, and the others are full."""
+def max_tiles(choices: int, num_experts: int, tile_rows: int) -> int:
+    """The most tiles that `choices` choices can need: every chosen expert begins a tile, and the others are full."""
     return min(choices, min(choices, num_experts) + choices // tile_rows)
 
 
@@ -119,31 +120,31 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
     chosen = tl.zeros([PLACES], tl.int32)
     shares = tl.zeros([PLACES], tl.float32)
     pdl_wait(PDL)
-    values = tl.load(logits + token * EXPERTS + at, mask=at < EXPERTS, other=-float("inf")).to(tl.float32)
-    left = tl.exp(values - tl.max(values, 0))
-    total = tl.sum(left, 0)
+    values = tl.load(logits + token * EXPERTS + offsets, mask=offsets < EXPERTS, other=-float("inf")).to(tl.float32)
+    remaining = tl.exp(values - tl.max(values, 0))
+    total = tl.sum(remaining, 0)
     for index in tl.static_range(TOP_K):
-        share, best = tl.max(left, 0, return_indices=True)
-        best = tl.minimum(best, EXPERTS - 1)  # nothing is the largest among NaN, and the padding is no expert
+        share, best = tl.max(remaining, 0, return_indices=True)
+        best = tl.minimum(best, EXPERTS - 1)  # among NaN none is the largest, and padding is no expert
         chosen = tl.where(place == index, best, chosen)
         shares = tl.where(place == index, share, shares)
-        left = tl.where(at == best, -1.0, left)
+        remaining = tl.where(offsets == best, -1.0, remaining)
     shares /= tl.sum(shares, 0) if NORMALIZE else total
     tl.store(ids + token * TOP_K + place, chosen, mask=place < TOP_K)
     tl.store(weights + token * TOP_K + place, shares, mask=place < TOP_K)
 
 
-@triton.jit(do_not_specialize=["number", "num_tiles"])
+@triton.jit(do_not_specialize=["num_choices", "num_tiles"])
 def _sort_kernel(
     ids,
     choices,
     tiles,
-    number,
+    num_choices,
     num_tiles,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -153,30 +154,30 @@ def _sort_kernel(
 ):
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    at = tl.arange(0, CHUNK)
+    offsets = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
     pdl_wait(PDL)
-    for start in range(0, number, CHUNK):
-        there = start + at < number
-        counts += tl.histogram(tl.load(ids + start + at, mask=there, other=0), BINS, mask=there)
+    for start in range(0, num_choices, CHUNK):
+        valid = start + offsets < num_choices
+        counts += tl.histogram(tl.load(ids + start + offsets, mask=valid, other=0), BINS, mask=valid)
     tile_counts = (counts + TILE_ROWS - 1) // TILE_ROWS
     begin = tl.sum(tl.where(bins < expert, counts, 0), 0)
     end = begin + tl.sum(tl.where(bins == expert, counts, 0), 0)
     tile = tl.sum(tl.where(bins < expert, tile_counts, 0), 0)
-    some = tl.arange(0, TILES)
+    tile_offsets = tl.arange(0, TILES)
     for first in range(begin, end, TILES * TILE_ROWS):
-        begins = first + some * TILE_ROWS
+        begins = first + tile_offsets * TILE_ROWS
         own = begins < end
-        tl.store(tiles + tile + some, expert, mask=own)
-        tl.store(tiles + num_tiles + tile + some, begins, mask=own)
-        tl.store(tiles + 2 * num_tiles + tile + some, end, mask=own)
+        tl.store(tiles + tile + tile_offsets, expert, mask=own)
+        tl.store(tiles + num_tiles + tile + tile_offsets, begins, mask=own)
+        tl.store(tiles + 2 * num_tiles + tile + tile_offsets, end, mask=own)
         tile += TILES
-    if expert == tl.num_programs(0) - 1:  # all that are left are idle
+    if expert == tl.num_programs(0) - 1:  # the remaining tiles are idle
         for idle in range(tl.sum(tile_counts, 0), num_tiles, TILES):
             for part in tl.static_range(3):
-                tl.store(tiles + part * num_tiles + idle + some, 0, mask=idle + some < num_tiles)
+                tl.store(tiles + part * num_tiles + idle + tile_offsets, 0, mask=idle + tile_offsets < num_tiles)
     if begin < end:
-        for start in range(0, number, CHUNK):
-            own = (tl.load(ids + start + at, mask=start + at < number, other=-1) == expert).to(tl.int32)
-            tl.store(choices + begin + tl.cumsum(own, 0) - 1, start + at, mask=own > 0)
+        for start in range(0, num_choices, CHUNK):
+            own = (tl.load(ids + start + offsets, mask=start + offsets < num_choices, other=-1) == expert).to(tl.int32)
+            tl.store(choices + begin + tl.cumsum(own, 0) - 1, start + offsets, mask=own > 0)
             begin += tl.sum(own, 0)

@@ -1,15 +1,16 @@
-"""One token per row from its logits, on a GPU, without a sort: penalties, temperature, top-k, top-p, min-p, draw.
+"""Draws one token per row from its logits, on a GPU, without a sort: penalties, temperature, top-k, top-p, min-p, draw.
 
-The draw is a race: token i finishes after noise(seed, position, i) / exp(logit i), the first is the sample. A filter
-keeps the upper end of one order (logit descending, token id ascending), so if the winner among all tokens is kept, it
-also wins among the kept; if not, nothing at or below it is kept, and the tokens above it race again.
+The draw is an exponential race (the Gumbel-max trick): token i finishes after noise(seed, position, i) / exp(logit i),
+and the first is the sample. A filter keeps the upper end of one order (logit descending, token id ascending). So if the
+winner among all tokens is kept, it also wins among the kept; if not, nothing at or below it is kept, and the tokens
+above it race again.
 
 1. `_race_kernel`, several programs per row: the winner of each block of tokens and, for rows with a filter, the mass of
    the block and the largest logit of every 32 tokens (a group).
 2. `_choose_kernel`, one program per row: the winner of all blocks. For rows with a filter it looks only into groups
    whose largest logit reaches the winner's: usually a handful, which say how many tokens and how much mass lie above.
 
-Rows are sampled by the state of their slots. The definition, and the twin in PyTorch, is `execution/sampler.py`.
+A row is sampled by the state of its slot. `execution/sampler.py` has the definition, which is also the PyTorch twin.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -27,34 +28,34 @@ from triton.language.extra import libdevice
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _PROGRAMS = 2112  # that race at the same time: sixteen on each multiprocessor of an H100
-_BLOCK = 2048  # tokens that share one winner in the first list
+_BLOCK = 2048  # tokens that share one winner
 _GROUP = 32  # tokens that share one entry in the list of largest logits
-_TILE = 64  # groups looked into at a time
+_TILE = 64  # groups that are read at a time
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ON_GPU = tl.constexpr(torch.cuda.is_available())  # else in the interpreter, which has no libdevice
 
 NUM_SETTINGS = 7  # temperature, top_k, top_p, min_p, repetition, presence and frequency penalty
-PROMPT = -(2**15)  # the bit of a count that says: in the prompt
+PROMPT = -(2**15)  # the bit of a count that marks a token of the prompt
 
 
 @dataclass(frozen=True)
 class SlotState:
     """What sampling reads and writes of each slot: how its request is sampled, and its tokens."""
 
-    settings: torch.Tensor  # [slots, NUM_SETTINGS] float64; top_k 0, top_p 1 and min_p 0 are off, as for temperature 0
+    settings: torch.Tensor  # [slots, NUM_SETTINGS] float64; top_k 0, top_p 1, min_p 0 mean off, as for temperature 0
     seeds: torch.Tensor  # [slots] int64
-    counts: torch.Tensor  # [slots, vocab] int16: times in the output, at most 32,767; plus PROMPT. Read with penalties
+    counts: torch.Tensor  # [slots, vocab] int16: times in the output, at most 32,767; plus PROMPT; for penalties
     tokens: torch.Tensor  # [slots, context + 1] int32
     num_computed: torch.Tensor  # [slots] int64
-    idle_slot: int  # fills up batches, even several times; nothing is drawn for it: it gets token 0
+    idle_slot: int  # pads batches, perhaps with several rows; nothing is drawn for it: it gets token 0
 
 
 def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, state: SlotState) -> torch.Tensor:
-    """Draw one token per row, write it to its position, count it, and note everything before it as computed.
+    """Draw one token per row, write it at its position, count it, and mark all tokens before it as computed.
 
     logits [R, vocab], any float dtype, tokens of a row contiguous, left unchanged; slots [R] int64; positions [R]
     int32, those of the tokens to be drawn -> token ids [R] int64. Logits that are NaN are never drawn.
-    On a GPU the kernel in front may write the logits, but nothing else of it.
+    On a GPU the preceding kernel may write the logits, but nothing else that this reads.
     """
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
@@ -62,7 +63,8 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
     blocks, groups = triton.cdiv(vocab, _BLOCK), triton.cdiv(vocab, _GROUP)
     blocks_per_program = triton.cdiv(blocks, max(1, _PROGRAMS // rows))
     device = logits.device
-    bests = torch.empty(rows, blocks, 3, dtype=torch.float32, device=device)  # score, largest logit, mass of a block
+    # of each block: the winner's score, the largest logit, the mass
+    block_stats = torch.empty(rows, blocks, 3, dtype=torch.float32, device=device)
     winners = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     group_maxima = torch.empty(rows, groups, dtype=torch.float32, device=device)
     group_list = torch.empty(rows, groups, dtype=torch.int32, device=device)
@@ -74,7 +76,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         state.settings,
         state.seeds,
         state.counts,
-        bests,
+        block_stats,
         winners,
         group_maxima,
         vocab,
@@ -95,7 +97,7 @@ def sample_slots(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Ten
         state.settings,
         state.seeds,
         state.counts,
-        bests,
+        block_stats,
         winners,
         group_maxima,
         group_list,
@@ -127,7 +129,7 @@ def _race_kernel(
     settings,
     seeds,
     counts,
-    bests,
+    block_stats,
     winners,
     group_maxima,
     vocab,
@@ -140,11 +142,11 @@ def _race_kernel(
     SETTINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program finds the winners of consecutive blocks of a row, but for blocks that cannot hold the row's.
+    """One program finds the winners of consecutive blocks of a row, skipping blocks that cannot hold the row's winner.
 
     A block's scores and mass are relative to its largest logit, so that no temperature overflows and no bit depends on
-    how many programs share a row. Most blocks are passed over for two instructions a token instead of two logarithms:
-    a time -log(1 - u) is at least u, so a token whose u is too late to beat the best score so far has lost.
+    how many programs share a row. Skipping a block takes two instructions per token instead of two logarithms: a time
+    -log(1 - u) is at least u, so a token whose u is too large to beat the best score so far has lost.
     """
     row, first_block = tl.program_id(0).to(tl.int64), tl.program_id(1) * blocks_per_program
     slot = tl.load(slots + row)
@@ -158,8 +160,8 @@ def _race_kernel(
     if slot == idle_slot:
         return
     blocks = tl.cdiv(vocab, BLOCK)
-    bar = tl.full((), -float("inf"), tl.float32)  # the best score so far, relative to `bar_top`
-    bar_top = tl.full((), -1e30, tl.float32)
+    best_score = tl.full((), -float("inf"), tl.float32)  # so far, relative to `best_top`
+    best_top = tl.full((), -1e30, tl.float32)
     for block in range(first_block, tl.minimum(first_block + blocks_per_program, blocks)):
         token = block * BLOCK + tl.arange(0, BLOCK)
         x = _read(logits + row * stride, counts + slot * vocab, token, token < vocab, repetition, presence, frequency)
@@ -171,27 +173,27 @@ def _race_kernel(
             group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
             tl.store(group_maxima + row * num_groups + group, maxima, mask=group < num_groups)
-        level = bar + (bar_top - top) * sharpness
+        level = best_score + (best_top - top) * sharpness
         if temperature > 0:
             # u < exp(score - level), both sides times 2^31, by fewer instructions; 0.002 is a margin for rounding
-            late = tl.exp2((x - top) * (sharpness * _LOG2_E) + (31.002 - level * _LOG2_E))
-            hopeful = _bits(token, key).to(tl.float32) < late
+            bits_limit = tl.exp2((x - top) * (sharpness * _LOG2_E) + (31.002 - level * _LOG2_E))
+            may_win = _bits(token, key).to(tl.float32) < bits_limit
         else:
-            hopeful = x > bar_top
+            may_win = x > best_top
         best = tl.full((), -float("inf"), tl.float32)
         winner = tl.minimum(block * BLOCK, vocab - 1)
-        if tl.max(hopeful.to(tl.int32), 0) > 0:
+        if tl.max(may_win.to(tl.int32), 0) > 0:
             if temperature > 0:
-                score -= _log(_time(_uniform(token, key)))
+                score -= _log(_exponential(_uniform(token, key)))
             best, winner = _first(score, token, vocab)
             if best > level:
-                bar = best
-                bar_top = top
+                best_score = best
+                best_top = top
         result = row * blocks + block
         tl.store(winners + result, winner)
-        tl.store(bests + result * 3, best)
-        tl.store(bests + result * 3 + 1, top)
-        tl.store(bests + result * 3 + 2, mass)
+        tl.store(block_stats + result * 3, best)
+        tl.store(block_stats + result * 3 + 1, top)
+        tl.store(block_stats + result * 3 + 2, mass)
 
 
 @triton.jit(do_not_specialize=["slots", "positions"])
@@ -202,7 +204,7 @@ def _choose_kernel(
     settings,
     seeds,
     counts,
-    bests,
+    block_stats,
     winners,
     group_maxima,
     group_list,
@@ -222,7 +224,7 @@ def _choose_kernel(
     SETTINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program finds the winner of a row's blocks, races again while a filter forbids it, and writes it down."""
+    """One program finds the winner of a row's blocks, races again while a filter rejects it, and writes it."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
@@ -234,15 +236,15 @@ def _choose_kernel(
         tl.store(token_ids + row, 0)
         return
     block = tl.arange(0, BLOCKS_PAD)
-    there = block < BLOCKS
+    valid = block < BLOCKS
     result = row * BLOCKS + block
-    largest = tl.load(bests + result * 3 + 1, mask=there, other=-1e30)
+    largest = tl.load(block_stats + result * 3 + 1, mask=valid, other=-1e30)
     top = tl.max(largest, 0)
-    lowered = (largest - top) * sharpness
-    scores = tl.load(bests + result * 3, mask=there, other=-float("inf")) + lowered
-    _, winner = _first(scores, tl.load(winners + result, mask=there, other=vocab), vocab)
+    rescaled = (largest - top) * sharpness
+    scores = tl.load(block_stats + result * 3, mask=valid, other=-float("inf")) + rescaled
+    _, winner = _first(scores, tl.load(winners + result, mask=valid, other=vocab), vocab)
     if _is_filtered(setting):
-        masses = tl.load(bests + result * 3 + 2, mask=there, other=0.0) * tl.exp(lowered)
+        masses = tl.load(block_stats + result * 3 + 2, mask=valid, other=0.0) * tl.exp(rescaled)
         winner = _filter(
             logits + row * stride,
             counts + slot * vocab,
@@ -285,11 +287,12 @@ def _filter(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Race among ever fewer tokens until the winner is one that top-k, top-p and min-p keep.
+    """Race among ever fewer tokens until top-k, top-p and min-p keep the winner.
 
-    A token is kept if fewer than top_k lie above it, with less than top_p of the mass, and if it weighs at least min_p.
-    Weights are relative to the most likely token's. With top-k, top-p is a share of what the top k weigh, which is not
-    known at first but at least what lies above the winner, and the winner. That mostly settles it; if not, find out.
+    A token is kept if fewer than top_k tokens lie above it, with less than top_p of the mass, and if its weight is at
+    least min_p. Weights are relative to the most likely token's. With top-k, top-p is a share of the mass of the top k
+    tokens. That mass is not known at first, but it is at least what lies above the winner, and the winner. Mostly this
+    bound decides; if not, the mass is computed.
     """
     sharpness = _sharpness(tl.load(setting).to(tl.float32))
     repetition, presence, frequency = _penalties(setting)
@@ -304,7 +307,7 @@ def _filter(
     if not mass_known:
         index = tl.arange(0, GROUPS_PAD)
         maxima = tl.load(group_maxima + index, mask=index < num_groups, other=-float("inf"))
-        if tl.sum((maxima > floor).to(tl.int32), 0) >= limit:  # far too low: start from the k-th logit instead
+        if tl.sum((maxima > floor).to(tl.int32), 0) >= limit:  # the winner is far too low: start at the k-th logit
             floor, kept_mass = _kth_largest(
                 logits, counts, group_maxima, group_list, limit, top, sharpness, repetition, presence, frequency,
                 vocab, num_groups, GROUPS_PAD, GROUP, TILE,
@@ -337,12 +340,12 @@ def _filter(
 
 @triton.jit
 def _list_groups(group_maxima, group_list, num_groups, floor, GROUPS_PAD: tl.constexpr):
-    """List the groups that have a logit of at least `floor`; returns how many."""
+    """List the groups that have a logit of at least `floor`; returns their number."""
     index = tl.arange(0, GROUPS_PAD)
     maxima = tl.load(group_maxima + index, mask=index < num_groups, other=-float("inf"))
     listed = (maxima >= floor) & (index < num_groups)
     place = tl.cumsum(listed.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # until all warps have read the list before
+    tl.debug_barrier()  # all warps have read the previous list
     tl.store(group_list + place, index, mask=listed)
     tl.debug_barrier()
     return tl.sum(listed.to(tl.int32), 0)
@@ -351,8 +354,8 @@ def _list_groups(group_maxima, group_list, num_groups, floor, GROUPS_PAD: tl.con
 @triton.jit
 def _listed_tokens(group_list, start, listed, vocab, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Tokens [TILE, GROUP] of the listed groups `start` and on; those past the end are `vocab` or more."""
-    at = start + tl.arange(0, TILE)
-    group = tl.load(group_list + at, mask=at < listed, other=vocab)
+    offsets = start + tl.arange(0, TILE)
+    group = tl.load(group_list + offsets, mask=offsets < listed, other=vocab)
     return group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
@@ -386,7 +389,7 @@ def _race_above(
         tempered = (x - top) * sharpness
         number += above.to(tl.int32)
         mass += tl.where(above, tl.exp(tempered), 0.0)
-        score = tl.where(above, tempered - _log(_time(_uniform(token, key))), -float("inf"))
+        score = tl.where(above, tempered - _log(_exponential(_uniform(token, key))), -float("inf"))
         winner = tl.where(score > best, token, winner)
         best = tl.maximum(best, score)
     _, first = _first(tl.reshape(best, (TILE * GROUP,)), tl.reshape(winner, (TILE * GROUP,)), vocab)
@@ -413,8 +416,8 @@ def _kth_largest(
 ):
     """The `limit`-th largest logit or a value between it and the next, and the mass of the `limit` largest.
 
-    By bisection over float32's ordered bits: first of the groups' largest logits, which the `limit`-th largest of all
-    cannot lie below, then of the logits in the few groups that reach this bound.
+    Found by bisection over float32's ordered bits: first for the `limit`-th largest of the groups' largest logits, a
+    lower bound, then among the logits of the few groups that reach this bound.
     """
     index = tl.arange(0, GROUPS_PAD)
     maxima = tl.load(group_maxima + index, mask=index < num_groups, other=-float("inf"))
@@ -433,7 +436,7 @@ def _kth_largest(
             high = middle
     listed = _list_groups(group_maxima, group_list, num_groups, _unordered(low), GROUPS_PAD)
     high = end
-    middle = low + 0  # named like `low` alone, it would hide from Triton that the loop changes `low`
+    middle = low + 0  # after `middle = low`, Triton would not see that the loop changes `low`
     number = vocab
     mass = tl.full((), 0.0, tl.float64)
     searching = True
@@ -461,11 +464,11 @@ def _kth_largest(
 
 
 @triton.jit
-def _read(logits, counts, token, there, repetition, presence, frequency):
-    """float32 logits of one row's tokens after the penalties; -inf where not `there`. The pointers are the row's."""
-    x = tl.load(logits + token, mask=there, other=-float("inf")).to(tl.float32)
+def _read(logits, counts, token, valid, repetition, presence, frequency):
+    """float32 logits of one row's tokens after the penalties; -inf where not `valid`. The pointers are the row's."""
+    x = tl.load(logits + token, mask=valid, other=-float("inf")).to(tl.float32)
     if _is_penalised(repetition, presence, frequency):
-        count = tl.load(counts + token, mask=there, other=0).to(tl.int32)
+        count = tl.load(counts + token, mask=valid, other=0).to(tl.int32)
         x = tl.where(count != 0, tl.where(x > 0, x / repetition, x * repetition), x)
         times = count & 0x7FFF
         x = tl.where(times > 0, x - tl.fma(frequency, times.to(tl.float32), presence), x)
@@ -490,7 +493,7 @@ def _is_filtered(setting):
 
 @triton.jit
 def _sharpness(temperature):
-    """What logits are multiplied with: 1 / temperature, but for 0, where the largest wins at any."""
+    """The factor on logits: 1 / temperature, or 1 for temperature 0, where the largest logit wins with any factor."""
     return tl.where(temperature > 0, 1.0 / tl.maximum(temperature, 1e-30), 1.0)
 
 
@@ -532,7 +535,7 @@ def _mix64(x):
 
 @triton.jit
 def _uniform(token, key):
-    """The uniform number in (0, 1) behind a token's time, and never rounded to 1."""
+    """The uniform number in (0, 1) behind a token's noise; never rounded to 1."""
     return tl.minimum((_bits(token, key).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 1.0 / 16777216.0)
 
 
@@ -546,8 +549,8 @@ def _bits(token, key):
 
 
 @triton.jit
-def _time(uniform):
-    """As `exponential_times` in `noise.py`."""
+def _exponential(uniform):
+    """As `exponential_noise` in `noise.py`."""
     # -log(1 - u): by its series where the difference from 1 would be lost
     series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * (0.25 + uniform * 0.2))))
     return tl.where(uniform < 0.03, series, -_log(1.0 - uniform))
@@ -555,7 +558,7 @@ def _time(uniform):
 
 @triton.jit
 def _log(x):
-    """Within 2e-7, at a fifth of the instructions of `tl.log`."""
+    """The natural logarithm to within 2e-7, in a fifth of the instructions of `tl.log`."""
     if _ON_GPU:
         return libdevice.fast_logf(x)
     return tl.log(x)

@@ -1,4 +1,7 @@
-"""The gate of a SwiGLU layer, silu(gate) * up, in one pass (Shazeer, arXiv 2002.05202), beside its PyTorch twin."""
+"""The gate of a SwiGLU layer, silu(gate) * up, in one pass (Shazeer, arXiv 2002.05202), beside its PyTorch twin.
+
+Further programs prefetch the next matrix product's weights. Knows no model.
+"""
 
 # Pointers and scalars of a Triton kernel have no Python types:
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,7 +21,7 @@ _BLOCK = 1024
 def silu_mul(gate_up: torch.Tensor, *, prefetch: torch.Tensor | None = None) -> torch.Tensor:
     """gate_up [rows, 2 * size] contiguous, gate first -> silu(gate) * up [rows, size], computed in float32
 
-    `prefetch` [N, K] contiguous: the weight that is needed next.
+    `prefetch` [N, K] contiguous: the weight that is needed next. Raises ValueError if gate_up is not contiguous.
     """
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
@@ -66,9 +69,9 @@ def _silu_mul_kernel(
         if program >= programs:
             prefetch_l2(prefetch, program - programs, n, PREFETCH_K_BYTES, PREFETCH_LINES)
     row = (program // BLOCKS).to(tl.int64)
-    at = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    there = at < tl.where(program < programs, SIZE, 0)
+    offsets = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    valid = offsets < tl.where(program < programs, SIZE, 0)
     pdl_wait(PDL)
-    gate = tl.load(gate_up + row * 2 * SIZE + at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=there)
+    gate = tl.load(gate_up + row * 2 * SIZE + offsets, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + offsets, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + offsets, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=valid)

@@ -1,4 +1,4 @@
-"""The laid-out matrices compute what a plain product computes."""
+"""Matrices laid out for a CPU compute what a plain matrix product computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every share of the work is done once, on as many threads as PyTorch has."""
+"""Every work item is computed once, on as many threads as PyTorch has."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import pytest
 import torch
 from numba import carray, cfunc
 
-from mini_sglang.kernels.cpu.compiled import _pointer, next_share
-from mini_sglang.kernels.cpu.kernels import SharedWork
+from mini_sglang.kernels.cpu.compiled import _pointer, next_work_item
+from mini_sglang.kernels.cpu.kernels import ParallelKernel
 
-SHARES = 10_000
+ITEMS = 10_000
 
 
 @cfunc("void(voidptr)")  # type: ignore[untyped-decorator]
 def count_up(data: Any) -> None:
-    """Add 1 to the number of each share."""
+    """Add 1 to the count of each work item."""
     numbers = carray(data, (2,), np.int64)
-    counts = carray(_pointer(numbers[1]), (SHARES,), np.int64)
-    share = next_share(data)
-    while share < SHARES:
-        counts[share] += 1
-        share = next_share(data)
+    counts = carray(_pointer(numbers[1]), (ITEMS,), np.int64)
+    item = next_work_item(data)
+    while item < ITEMS:
+        counts[item] += 1
+        item = next_work_item(data)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_every_share_is_taken_once(threads: int) -> None:
+def test_every_work_item_is_taken_once(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        counts, work = torch.zeros(SHARES, dtype=torch.int64), SharedWork(count_up)
+        counts, work = torch.zeros(ITEMS, dtype=torch.int64), ParallelKernel(count_up)
         for _ in range(20):
             work.run(counts.data_ptr())
-        assert counts.tolist() == [20] * SHARES
+        assert counts.tolist() == [20] * ITEMS
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""The kernel looks up what its twin looks up, for any slots at any positions."""
+"""The kernels around a decode step do what their twins do, for any slots at any positions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from mini_sglang.kernels.triton.decode_step import (
     decode_inputs,
     decode_inputs_reference,
-    leave_tokens,
-    leave_tokens_reference,
-    take_pages,
-    take_pages_reference,
+    update_page_table,
+    update_page_table_reference,
+    write_tokens,
+    write_tokens_reference,
 )
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_the_same_inputs_as_the_twin(device: torch.device, page_size: int) -> None:
+def test_decode_inputs_equal_the_twins(device: torch.device, page_size: int) -> None:
     generator = torch.Generator().manual_seed(page_size)
-    slots_there, context = 5, 700
+    num_slots, context = 5, 700
     num_pages = -(-context // page_size)
     num_computed = torch.tensor([0, 1, 15, 16, context - 1], device=device)
-    tokens = torch.randint(0, 1000, (slots_there, context + 1), generator=generator, dtype=torch.int32).to(device)
-    page_table = torch.randint(0, 10_000, (slots_there, num_pages), generator=generator).to(device)
+    tokens = torch.randint(0, 1000, (num_slots, context + 1), generator=generator, dtype=torch.int32).to(device)
+    page_table = torch.randint(0, 10_000, (num_slots, num_pages), generator=generator).to(device)
     slots = torch.tensor([3, 0, 4, 4, 1, 2], device=device)
     got = decode_inputs(slots, num_computed, tokens, page_table, page_size)
     want = decode_inputs_reference(slots, num_computed, tokens, page_table, page_size)
@@ -37,7 +37,7 @@ def test_the_same_inputs_as_the_twin(device: torch.device, page_size: int) -> No
 
 @pytest.mark.parametrize("taken", [0, 2, 7])
 @pytest.mark.parametrize("number", [0, 1, 130, 300])
-def test_the_same_pages_as_the_twin(device: torch.device, number: int, taken: int) -> None:
+def test_page_table_updates_equal_the_twins(device: torch.device, number: int, taken: int) -> None:
     depth, capacity, generator = 3, 300, torch.Generator().manual_seed(number)
     ring = torch.full((depth, 1 + 2 * capacity), 10**9)  # what is no part of the entry lies outside of any table
     table = torch.randint(0, 1000, (40, 25), generator=generator)
@@ -46,20 +46,20 @@ def test_the_same_pages_as_the_twin(device: torch.device, number: int, taken: in
     entry[1 : 1 + number] = torch.randperm(table.numel(), generator=generator)[:number]
     entry[1 + capacity :][:number] = torch.arange(number)
     counted, mine, theirs = torch.tensor([taken], device=device), table.to(device), table.clone()
-    take_pages(ring.pin_memory() if device.type == "cuda" else ring, counted, mine)
-    take_pages_reference(ring, torch.tensor([taken]), theirs)
+    update_page_table(ring.pin_memory() if device.type == "cuda" else ring, counted, mine)
+    update_page_table_reference(ring, torch.tensor([taken]), theirs)
     assert mine.tolist() == theirs.tolist()
     assert counted.tolist() == [taken + 1]
 
 
 @pytest.mark.parametrize("rows", [1, 128, 300])
-def test_the_same_entry_as_the_twin(device: torch.device, rows: int) -> None:
+def test_written_tokens_equal_the_twins(device: torch.device, rows: int) -> None:
     token_ids = torch.arange(7, 7 + rows, device=device)
     ring = torch.full((3, 300), -1)
-    for begun in (1, 3, 8):
+    for step_count in (1, 3, 8):
         mine, theirs = ring.pin_memory() if device.type == "cuda" else ring.clone(), ring.clone()
-        leave_tokens(token_ids, torch.tensor([begun], device=device), mine)
+        write_tokens(token_ids, torch.tensor([step_count], device=device), mine)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        leave_tokens_reference(token_ids, torch.tensor([begun]), theirs)
+        write_tokens_reference(token_ids, torch.tensor([step_count]), theirs)
         assert mine.tolist() == theirs.tolist()

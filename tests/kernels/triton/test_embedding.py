@@ -27,7 +27,7 @@ def test_tables_of_more_than_two_gigabytes(device: torch.device) -> None:
     assert embedding(torch.tensor([299_999, 0], device=device), table).sum(1).tolist() == [4096, 0]
 
 
-def test_what_is_not_contiguous_is_refused(device: torch.device) -> None:
+def test_strided_operands_are_refused(device: torch.device) -> None:
     table, token_ids = torch.zeros(6, 4, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="must be contiguous"):
         embedding(token_ids, table.t())

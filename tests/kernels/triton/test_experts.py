@@ -12,10 +12,10 @@ from mini_sglang.kernels.triton.experts import (
     EXPERT_TILES,
     ExpertTile,
     combine,
-    expert_product,
     expert_tile,
     experts,
     experts_reference,
+    grouped_matmul,
     tile_rows,
 )
 from mini_sglang.kernels.triton.kernels import TritonKernels
@@ -91,8 +91,8 @@ def test_equal_float64(kernels: Kernels, dtype: torch.dtype, rows: int, chosen: 
     assert_near(experts_reference(residual, x, ids, weights, gate_up, down), wanted)
 
 
-def test_no_rows_are_fine(device: torch.device) -> None:
-    """A step of chunks that sample nothing has none behind the last layer's attention."""
+def test_a_step_may_have_no_rows(device: torch.device) -> None:
+    """A step of chunks that sample nothing has no rows after the last layer's attention."""
     for kernels, where in ((TorchKernels(), torch.device("cpu")), (TritonKernels(), device)):
         empty = torch.empty(0, HIDDEN, device=where)
         ids, weights = kernels.route(torch.empty(0, EXPERTS, device=where), 2, normalize=True)
@@ -107,7 +107,7 @@ def test_no_rows_are_fine(device: torch.device) -> None:
     ids=["one token", "fewer than experts", "all of them", "odd", "one expert", "experts without tokens"],
 )
 @pytest.mark.parametrize(("hidden", "size"), [(64, 32), (80, 48)], ids=["whole tiles", "cut tiles"])
-def test_every_way_to_choose(
+def test_any_choices_equal_float64(
     device: torch.device, dtype: torch.dtype, rows: int, top_k: int, chosen: int, hidden: int, size: int
 ) -> None:
     gate_up, down = make_weights(dtype, device, 9, hidden, size)
@@ -118,16 +118,16 @@ def test_every_way_to_choose(
 
 
 @pytest.mark.parametrize("tile", EXPERT_TILES, ids=str)
-def test_every_tile(device: torch.device, tile: ExpertTile) -> None:
+def test_every_tile_equals_float64(device: torch.device, tile: ExpertTile) -> None:
     gate_up, down = make_weights(FP16, device, 3, 80, 144)
     residual, x, ids, weights = make_step(140, 2, 2, 80, FP16, device)
     wanted = experts_reference(residual, x, ids, weights, gate_up, down)
-    order = sort_by_expert(ids, 3, tile.rows)
-    gated = expert_product(x, gate_up, ids, order, tile, gated=True)
-    assert_near(combine(residual, expert_product(gated, down, ids, order, tile, gated=False), weights), wanted)
+    sorted_choices = sort_by_expert(ids, 3, tile.rows)
+    gated = grouped_matmul(x, gate_up, ids, sorted_choices, tile, gated=True)
+    assert_near(combine(residual, grouped_matmul(gated, down, ids, sorted_choices, tile, gated=False), weights), wanted)
 
 
-def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
+def test_unsupported_operands_are_refused(device: torch.device) -> None:
     step = make_step(2, 2, 4, 48, FP32, device)
     with pytest.raises(ValueError, match="multiples of 16, got 48 and 24"):
         experts(*step, *make_weights(FP32, device, 4, 48, 24))
@@ -183,16 +183,16 @@ def test_a_token_has_the_same_bits_in_every_step_and_tile(number: int, hidden: i
             span = slice(first, first + rows)
             assert torch.equal(outputs(span), wanted[span]), (rows, first)
     for tile in (tile for tile in EXPERT_TILES if tile.rows >= 64):
-        order = sort_by_expert(ids, number, tile.rows)
-        gated = expert_product(x, gate_up, ids, order, tile, gated=True)
-        product = expert_product(gated, down, ids, order, tile, gated=False)
+        sorted_choices = sort_by_expert(ids, number, tile.rows)
+        gated = grouped_matmul(x, gate_up, ids, sorted_choices, tile, gated=True)
+        product = grouped_matmul(gated, down, ids, sorted_choices, tile, gated=False)
         assert torch.equal(combine(residual.clone(), product, weights), wanted), tile
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 24, 700])
 def test_a_graph_follows_what_is_chosen(tokens: int) -> None:
-    """From all tokens on the same experts to tokens all over them."""
+    """From all tokens on the same experts to tokens spread over all of them."""
     device = torch.device("cuda")
     gate_up, down = make_weights(BF16, device, 32, 512, 256)
     residual, x = torch.randn(2, tokens, 512, device=device, dtype=BF16)

@@ -1,4 +1,4 @@
-"""The few-row product equals its twin, alone and with the norm, gating, bias and residual in the same launch."""
+"""GEMV equals its twin, alone and with norm, gate, bias and residual in the same launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, **extras: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("n", "k"), [(8, 64), (30, 100), (5, 192)])
-def test_product_with_every_extra(device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+def test_gemv_with_every_fused_operation(device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     x, weight = operands(rows, n, k, dtype, device)
     bias, norm = weight[:, 0].contiguous(), Norm(weight[0].contiguous() + 1, 1e-6)
     residual = x[:, :1].expand(rows, n).contiguous()
@@ -53,7 +53,7 @@ def test_the_residual_is_changed_in_place(device: torch.device) -> None:
     assert not torch.equal(residual, torch.ones(1, 8, device=device))
 
 
-def test_the_result_goes_where_it_is_wanted(device: torch.device) -> None:
+def test_the_result_is_written_into_out(device: torch.device) -> None:
     x, weight = operands(2, 8, 64, torch.float32, device)
     out = torch.full((3, 8), 7.0, device=device)
     assert gemv(x, weight, out=out[:2]).data_ptr() == out.data_ptr()

@@ -1,8 +1,9 @@
-"""What Triton's compiler does not see and its interpreter does not show: two names of one value before a loop.
+"""No Triton kernel gives one value two names in front of a loop that changes both.
 
-Triton takes a variable for one that a loop changes if it ends the body as another value than it began, in a first visit
-that begins with the values before the loop. If `a` and `b` are one value there and the body says `b = a`, then `b`
-seems to stay, and after the loop it is what it was before.
+Triton decides which variables a loop carries by compiling the body once with the values from before the loop: a
+variable is carried if the body ends with another value of it. If `a` and `b` are the same value there and the body says
+`b = a`, then `b` seems unchanged, and the compiled kernel has the old `b` after the loop. The interpreter does not show
+this, so the source is searched.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 import mini_sglang.kernels
 
-KERNELS = sorted(Path(mini_sglang.kernels.__path__[0]).glob("*.py"))
+KERNELS = sorted(Path(mini_sglang.kernels.__path__[0]).glob("triton/*.py"))
 WRONG = """
 @triton.jit
 def kernel(low, high, n):
@@ -28,7 +29,7 @@ def kernel(low, high, n):
 
 
 def twins(source: str) -> Iterator[str]:
-    """Names that are given to one value in a kernel, and both changed by a loop behind."""
+    """Pairs of names that a kernel gives to one value and that a later loop both changes."""
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(how) for how in function.decorator_list):
             for node in ast.walk(function):

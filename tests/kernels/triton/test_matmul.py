@@ -1,4 +1,4 @@
-"""The batch-invariant product equals its twin, and a row's bits do not depend on the rows around it."""
+"""The batch-invariant matrix product equals its twin, and a row's bits do not depend on the rows around it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mini_sglang.kernels.triton.matmul import (
     MATMUL_TILES,
     MatmulTile,
     matmul,
-    matmul_parts,
-    matmul_parts_reference,
+    matmul_partials,
+    matmul_partials_reference,
     matmul_reference,
     matmul_tile,
 )
@@ -67,22 +67,22 @@ def test_a_gated_product_is_rounded_once(
     assert out[rows].tolist() == [7.0] * size
 
 
-@pytest.mark.parametrize(("rows", "columns", "depth", "parts"), [(3, 48, 80, 2), (66, 112, 512, 3), (17, 64, 192, 8)])
+@pytest.mark.parametrize(("rows", "columns", "depth", "splits"), [(3, 48, 80, 2), (66, 112, 512, 3), (17, 64, 192, 8)])
 @pytest.mark.parametrize("tile", [MATMUL_TILES[2], MatmulTile(16, 64, num_warps=4, num_stages=2)])
-def test_each_part_is_the_product_of_one_stretch(
-    device: torch.device, rows: int, columns: int, depth: int, parts: int, tile: MatmulTile
+def test_each_partial_sum_is_the_product_of_one_slice_of_k(
+    device: torch.device, rows: int, columns: int, depth: int, splits: int, tile: MatmulTile
 ) -> None:
     x = random(rows, depth, dtype=torch.float16, device=device)
     weight = random(columns, depth, dtype=torch.float16, device=device, seed=1)
-    actual = matmul_parts(x, weight, parts, tile=tile)
-    assert actual.shape == (parts, rows, columns)
-    wanted = matmul_parts_reference(x, weight, parts)
+    actual = matmul_partials(x, weight, splits, tile=tile)
+    assert actual.shape == (splits, rows, columns)
+    wanted = matmul_partials_reference(x, weight, splits)
     assert (actual.double() - wanted.double()).norm() / wanted.double().norm() < 2e-6
     assert_near(actual.sum(0).half(), matmul_reference(x, weight))
-    assert matmul_parts(x[:0], weight, parts, tile=tile).shape == (parts, 0, columns)
+    assert matmul_partials(x[:0], weight, splits, tile=tile).shape == (splits, 0, columns)
 
 
-def test_the_result_goes_where_it_is_wanted(device: torch.device) -> None:
+def test_the_result_is_written_into_out(device: torch.device) -> None:
     x = random(2, 64, dtype=torch.float32, device=device)
     weight = random(8, 64, dtype=torch.float32, device=device, seed=1)
     out = torch.full((3, 8), 7.0, device=device)
@@ -91,14 +91,14 @@ def test_the_result_goes_where_it_is_wanted(device: torch.device) -> None:
     assert out[2].tolist() == [7.0] * 8
 
 
-def test_rows_may_be_strided_and_none(device: torch.device) -> None:
+def test_rows_may_be_strided_or_absent(device: torch.device) -> None:
     wide = random(5, 64, dtype=torch.float32, device=device)
     weight = random(32, 32, dtype=torch.float32, device=device, seed=1)
     assert_near(matmul(wide[:, 16:48], weight), matmul_reference(wide[:, 16:48], weight))
     assert matmul(wide[:0, :32], weight).shape == (0, 32)
 
 
-def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
+def test_unsupported_operands_are_refused(device: torch.device) -> None:
     x, weight = torch.zeros(4, 40, device=device), torch.zeros(16, 40, device=device)
     with pytest.raises(ValueError, match="multiple of 16"):
         matmul(x, weight)

@@ -53,8 +53,8 @@ def decode(
         tuning=tuning,
         window=window,
     )
-    tokens = int32(list(range(len(lengths))), q.device)
-    attention.plan(int32(lengths, q.device), tokens)
+    q_starts = int32(list(range(len(lengths))), q.device)
+    attention.plan(int32(lengths, q.device), q_starts)
     attention.run(q, kv.keys, kv.values, kv.page_table, out)
     return out
 
@@ -92,22 +92,22 @@ def expected_chunks(
     rows = [(row, start + i + 1) for row, (start, count) in enumerate(chunks) for i in range(count)]
     table = kv.page_table[[row for row, _ in rows]]
     out = torch.full(q.shape, float("nan"), dtype=torch.float64, device=q.device)
-    lengths, tokens = int32([length for _, length in rows], q.device), int32(list(range(len(rows))), q.device)
-    paged_decode_reference(q, kv.keys, kv.values, table, lengths, tokens, out, page_size=page_size, window=window)
+    lengths, q_starts = int32([length for _, length in rows], q.device), int32(list(range(len(rows))), q.device)
+    paged_decode_reference(q, kv.keys, kv.values, table, lengths, q_starts, out, page_size=page_size, window=window)
     return out
 
 
 def expected(q: torch.Tensor, kv: Any, lengths: list[int], page_size: int, window: int | None = None) -> torch.Tensor:
     """What `decode` should give, in float64"""
     out = torch.full(q.shape, float("nan"), dtype=torch.float64, device=q.device)
-    tokens = int32(list(range(len(lengths))), q.device)
+    q_starts = int32(list(range(len(lengths))), q.device)
     paged_decode_reference(
         q,
         kv.keys,
         kv.values,
         kv.page_table,
         int32(lengths, q.device),
-        tokens,
+        q_starts,
         out,
         page_size=page_size,
         window=window,
@@ -209,7 +209,7 @@ def test_rows_are_cut_evenly_and_the_longest_pieces_come_first(
     assert items[: len(whole)] == whole
     rests = [end - begin for _, _, begin, end, *_ in items[len(whole) :]]
     assert rests == sorted(rests, reverse=True)
-    even = sum(seen) / attention._at_once
+    even = sum(seen) / attention._resident_programs
     longest = max(max(seen) / 32, even, 32)
     assert all(end - begin < longest + 16 for _, _, begin, end, *_ in items)
 
@@ -295,23 +295,23 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
 
 
 def test_runs_follow_each_other_on_one_plan(make_paged_kv: MakePagedKV, device: torch.device) -> None:
-    """As the layers of a step do: the workspace is as it was when a run ends."""
+    """As the layers of a step run: each leaves the workspace as it found it."""
     lengths = [100, 40]
     attention = PagedDecode(
         max_rows=2, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, device=device, tuning=SMALL
     )
-    on_device, tokens = int32(lengths, device), int32([1, 0], device)
-    attention.plan(on_device, tokens)
+    on_device, q_starts = int32(lengths, device), int32([1, 0], device)
+    attention.plan(on_device, q_starts)
     for seed in range(3):
         kv = make_paged_kv(lengths, page_size=16, kv_heads=1, head_dim=64, dtype=torch.float32, seed=seed)
         q = random_queries(2, 2, 64, torch.float32, device)
         out, wanted = torch.empty_like(q, dtype=torch.float32).contiguous(), torch.empty(2, 2, 64).double().to(device)
         attention.run(q, kv.keys, kv.values, kv.page_table, out)
-        paged_decode_reference(q, kv.keys, kv.values, kv.page_table, on_device, tokens, wanted, page_size=16)
+        paged_decode_reference(q, kv.keys, kv.values, kv.page_table, on_device, q_starts, wanted, page_size=16)
         assert_equal(out, wanted)
 
 
-def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
+def test_unsupported_sizes_are_refused(device: torch.device) -> None:
     def workspace(num_heads: int, num_kv_heads: int, head_dim: int) -> PagedDecode:
         return PagedDecode(
             max_rows=1,
@@ -325,7 +325,7 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
 
     with pytest.raises(ValueError, match="head_dim must be"):
         workspace(2, 1, 40)
-    with pytest.raises(ValueError, match="5 query heads"):
+    with pytest.raises(ValueError, match="must be 1 to 16 times num_kv_heads, got 5 and 2"):
         workspace(5, 2, 64)
     with pytest.raises(ValueError, match="power of two"):
         DecodeTuning(block_tokens=48)
@@ -380,11 +380,11 @@ def test_a_captured_step_follows_the_lengths(make_paged_kv: MakePagedKV, device:
         device=device,
         tuning=decode_tuning(128, torch.bfloat16),
     )
-    lengths, tokens = int32([1] * 8, device), int32(list(range(8)), device)
+    lengths, q_starts = int32([1] * 8, device), int32(list(range(8)), device)
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
 
     def step() -> None:
-        attention.plan(lengths, tokens)
+        attention.plan(lengths, q_starts)
         attention.run(q, kv.keys, kv.values, kv.page_table, out)
 
     step()

@@ -49,9 +49,9 @@ def check(
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=device)
     wanted = torch.full(q.shape, float("nan"), dtype=torch.float64, device=device)
     vectors = [torch.tensor(values, dtype=torch.int32, device=device) for values in (starts, counts, firsts)]
-    first_positions, num_tokens, places = vectors
+    first_positions, num_tokens, q_starts = vectors
     tiles = torch.tensor(prefill_tiles(starts, counts, heads // kv_heads, tuning), device=device)
-    operands = (q, kv.keys, kv.values, kv.page_table, first_positions, num_tokens, places)
+    operands = (q, kv.keys, kv.values, kv.page_table, first_positions, num_tokens, q_starts)
     paged_prefill(*operands, tiles, out, page_size=page_size, tuning=tuning, window=window)
     paged_prefill_reference(*operands, wanted, page_size=page_size, window=window)
     assert torch.equal(out.isnan(), wanted.isnan())

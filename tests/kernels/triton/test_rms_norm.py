@@ -1,4 +1,4 @@
-"""The norm equals its twin."""
+"""The norm equals its twin, with partial sums to add first and a weight to prefetch."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def test_norm_equals_float64(device: torch.device, dtype: torch.dtype, tolerance
 
 @pytest.mark.parametrize("number", [1, 3, 8])
 @pytest.mark.parametrize(("dtype", "tolerance", "rows", "size"), CASES)
-def test_parts_are_added_first_and_in_place(
+def test_partial_sums_are_added_first_and_in_place(
     device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int, number: int
 ) -> None:
     torch.manual_seed(0)
     wide, weight = torch.randn(rows, size + 8).to(device, dtype), torch.randn(size).to(device, dtype)
-    parts, x = torch.randn(number, rows, size).to(device), wide.clone()[:, :size]
-    summed = (x.double() + parts.double().sum(0)).to(dtype)
-    actual = rms_norm(x, weight, 1e-5, parts=parts)
+    partials, x = torch.randn(number, rows, size).to(device), wide.clone()[:, :size]
+    summed = (x.double() + partials.double().sum(0)).to(dtype)
+    actual = rms_norm(x, weight, 1e-5, partials=partials)
     assert relative_error(x, summed.double()) < tolerance
     assert relative_error(actual, rms_norm_reference(summed.double(), weight.double(), 1e-5)) < tolerance
     assert torch.equal(x._base[:, size:], wide[:, size:])  # type: ignore[index]
     twin = wide.clone()[:, :size]
-    assert relative_error(rms_norm_reference(twin, weight, 1e-5, parts=parts), actual.double()) < tolerance
+    assert relative_error(rms_norm_reference(twin, weight, 1e-5, partials=partials), actual.double()) < tolerance
     assert relative_error(twin, summed.double()) < tolerance
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ahead", [(6144, 4096), (151936, 1024), (100, 96)])
-def test_fetching_ahead_changes_nothing(device: torch.device, ahead: tuple[int, int]) -> None:
+@pytest.mark.parametrize("next_weight", [(6144, 4096), (151936, 1024), (100, 96)])
+def test_prefetching_a_weight_changes_no_result(device: torch.device, next_weight: tuple[int, int]) -> None:
     x, weight = torch.randn(5, 1024, device=device).bfloat16(), torch.randn(1024, device=device).bfloat16()
-    fetched = torch.zeros(ahead, dtype=torch.bfloat16, device=device)
+    fetched = torch.zeros(next_weight, dtype=torch.bfloat16, device=device)
     assert torch.equal(rms_norm(x, weight, 1e-6, prefetch=fetched), rms_norm(x, weight, 1e-6))
 
 

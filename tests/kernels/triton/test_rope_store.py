@@ -95,5 +95,5 @@ def test_a_float8_pool_is_rounded_to_like_the_twin(device: torch.device) -> None
 def test_one_norm_without_the_other_is_refused(device: torch.device) -> None:
     table, pool = torch.randn(4, 8).to(device), torch.randn(4, 1, 16).to(device)
     at = torch.zeros(1, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="come together"):
+    with pytest.raises(ValueError, match="must be given together"):
         rope_store(torch.randn(1, 48).to(device), at, at, table, table, pool, pool, q_norm=torch.ones(16).to(device))

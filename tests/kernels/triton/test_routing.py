@@ -1,4 +1,4 @@
-"""Tokens go to the experts with the largest weights, and come together by expert whatever they chose."""
+"""Tokens go to the experts with the largest weights, and choices are sorted by expert, whatever was chosen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mini_sglang.kernels.triton.routing import (
-    most_tiles,
+    max_tiles,
     route,
     route_reference,
     sort_by_expert,
@@ -38,12 +38,12 @@ def test_of_equal_experts_the_earlier_ones_are_taken(device: torch.device) -> No
 
 
 @pytest.mark.gpu  # the interpreter finds no largest among NaN
-def test_nonsense_is_routed_to_experts_that_exist(device: torch.device) -> None:
+def test_nan_is_routed_to_experts_that_exist(device: torch.device) -> None:
     ids, _ = route(torch.full((2, 6), float("nan"), device=device), 2, normalize=True)
     assert ids.max() < 6
 
 
-def test_what_cannot_be_routed_is_refused(device: torch.device) -> None:
+def test_unsupported_logits_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="at most the number of experts, 4, got 5"):
         route(torch.zeros(1, 4, device=device), 5, normalize=True)
     with pytest.raises(ValueError, match="contiguous"):
@@ -58,19 +58,19 @@ def test_what_cannot_be_routed_is_refused(device: torch.device) -> None:
 def test_sorting_equals_its_twin(
     device: torch.device, tokens: int, experts: int, top_k: int, chosen: int, tile_rows: int
 ) -> None:
-    """More choices than one program looks at together, experts without any, all on one."""
+    """More choices than one program reads at a time, experts without any, all choices on one expert."""
     torch.manual_seed(0)
     ids = torch.rand(tokens, chosen).topk(min(top_k, chosen)).indices.int().to(device)
     wanted = sort_by_expert_reference(ids, experts, tile_rows)
-    order = sort_by_expert(ids, experts, tile_rows)
-    assert torch.equal(order.choices, wanted.choices)
-    assert torch.equal(order.tiles, wanted.tiles)
+    actual = sort_by_expert(ids, experts, tile_rows)
+    assert torch.equal(actual.choices, wanted.choices)
+    assert torch.equal(actual.tiles, wanted.tiles)
 
 
-def test_there_is_room_for_every_way_to_choose() -> None:
+def test_max_tiles_is_enough_for_any_choices() -> None:
     for counts in ([1, 1, 1], [17, 16, 1], [15, 0, 33], [0, 0, 5], [100, 1, 0]):
         tiles = sum(-(-count // 16) for count in counts)
-        assert tiles <= most_tiles(sum(counts), 3, 16)
+        assert tiles <= max_tiles(sum(counts), 3, 16)
 
 
 @pytest.mark.gpu
@@ -81,6 +81,6 @@ def test_a_full_step_on_a_gpu() -> None:
     wanted_ids, wanted = route_reference(logits, 8, normalize=True)
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted)
-    order, expected = sort_by_expert(ids, 128, 128), sort_by_expert_reference(ids, 128, 128)
-    assert torch.equal(order.choices, expected.choices)
-    assert torch.equal(order.tiles, expected.tiles)
+    actual, expected = sort_by_expert(ids, 128, 128), sort_by_expert_reference(ids, 128, 128)
+    assert torch.equal(actual.choices, expected.choices)
+    assert torch.equal(actual.tiles, expected.tiles)

@@ -195,7 +195,7 @@ def test_a_row_draws_the_same_token_in_any_batch() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.01, 2.5])
 def test_on_a_gpu_a_large_vocabulary_draws_the_defined_token(scale: float) -> None:
-    """But for two tokens that finish side by side, which the rounding of another logarithm may swap."""
+    """Except that two tokens which finish side by side may be swapped by the rounding of another logarithm."""
     params = KINDS * 12
     logits = (torch.randn(len(params), 151_936, device=DEVICE) * scale).bfloat16()
     draws = draws_of(params, logits.shape[1])
