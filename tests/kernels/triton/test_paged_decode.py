@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from mini_sglang.kernels.triton.paged_decode import DecodeTuning, PagedDecode, decode_tuning, paged_decode_reference
+from tests.kernels.conftest import MakePagedKV, PagedKV
 
-MakePagedKV = Callable[..., Any]
 SMALL = DecodeTuning(max_splits=4, block_tokens=16, num_stages=2)
 WHOLE_ROWS = DecodeTuning(max_splits=1, block_tokens=16, num_stages=2)
 LENGTHS = [100, 1, 0, 65, 300, 16, 64]  # rows of one split and of two, one that needs longer splits, one skipped
@@ -32,7 +30,7 @@ def random_queries(rows: int, heads: int, head_dim: int, dtype: torch.dtype, dev
 
 def decode(
     q: torch.Tensor,
-    kv: Any,
+    kv: PagedKV,
     lengths: list[int],
     page_size: int,
     *,
@@ -59,7 +57,7 @@ def decode(
 
 
 def decode_chunks(
-    q: torch.Tensor, kv: Any, chunks: list[tuple[int, int]], page_size: int, *, window: int | None = None
+    q: torch.Tensor, kv: PagedKV, chunks: list[tuple[int, int]], page_size: int, *, window: int | None = None
 ) -> torch.Tensor:
     """The rows' tokens follow each other in q."""
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
@@ -85,7 +83,7 @@ def decode_chunks(
 
 
 def expected_chunks(
-    q: torch.Tensor, kv: Any, chunks: list[tuple[int, int]], page_size: int, window: int | None = None
+    q: torch.Tensor, kv: PagedKV, chunks: list[tuple[int, int]], page_size: int, window: int | None = None
 ) -> torch.Tensor:
     """What `decode_chunks` should give, in float64: every token as a row of its own"""
     rows = [(row, start + i + 1) for row, (start, count) in enumerate(chunks) for i in range(count)]
@@ -96,7 +94,9 @@ def expected_chunks(
     return out
 
 
-def expected(q: torch.Tensor, kv: Any, lengths: list[int], page_size: int, window: int | None = None) -> torch.Tensor:
+def expected(
+    q: torch.Tensor, kv: PagedKV, lengths: list[int], page_size: int, window: int | None = None
+) -> torch.Tensor:
     """What `decode` should give, in float64"""
     out = torch.full(q.shape, float("nan"), dtype=torch.float64, device=q.device)
     q_starts = int32(list(range(len(lengths))), q.device)
