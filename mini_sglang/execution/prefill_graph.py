@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mini_sglang.attention.base import PrefillGraphBackend
-from mini_sglang.attention.transfer import staged
+from mini_sglang.attention.kv_pool import staged
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
 from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
 from mini_sglang.layers.forward_batch import ForwardBatch

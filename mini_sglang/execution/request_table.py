@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
-from mini_sglang.attention.transfer import send
+from mini_sglang.attention.kv_pool import send
 from mini_sglang.scheduling.batch import NewPages, NewRow, Row
 
 
