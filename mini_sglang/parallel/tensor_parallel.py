@@ -82,6 +82,10 @@ class TensorParallel:
         """The least of all ranks' numbers; waits for all ranks."""
         return number if self._collectives is None else self._collectives.minimum(number)
 
+    def barrier(self) -> None:
+        """Wait until all ranks have come so far."""
+        self.minimum(0)
+
     def abort(self) -> None:
         """Give up what runs on this rank; any thread may call it. No operation is possible afterwards."""
         if self._collectives is not None:

@@ -164,7 +164,7 @@ def check_text_length(context: ServerContext, field: str, texts: Sequence[str], 
     num_bytes = sum(len(text.encode()) for text in texts)
     info = context.engine.info
     if max(num_bytes, at_least) > info.max_prompt_tokens:  # a token takes at least a byte
-        num_tokens = max(context.tokenizer.min_tokens(num_bytes), at_least)
+        num_tokens = max(context.tokenizer.fewest_tokens(num_bytes), at_least)
         _check_length(field, num_tokens, info, qualifier="at least ")
 
 
