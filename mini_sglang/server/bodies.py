@@ -23,9 +23,8 @@ from mini_sglang.sampling_params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    Json,
 )
-
-Json = dict[str, Any]
 
 MAX_CHOICES = 128  # of `n`, as OpenAI
 MAX_MESSAGES = 100_000  # and parts of one message

@@ -17,8 +17,8 @@ import msgspec
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput
-from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody, Json
+from mini_sglang.sampling_params import Json, SamplingParams
+from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from mini_sglang.errors import FieldError, shorten
-from mini_sglang.server.bodies import Json
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 

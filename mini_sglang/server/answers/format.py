@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from mini_sglang.outputs import RequestOutput
-from mini_sglang.server.bodies import Json
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"  # the last event of a stream, in the APIs that have one

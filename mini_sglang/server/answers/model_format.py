@@ -17,7 +17,7 @@ from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import tool_call_grammar
 from mini_sglang.outputs import RequestOutput
-from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
+from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, Json, SamplingParams
 from mini_sglang.server.answers.deltas import Answer, Content, Delta
 from mini_sglang.server.answers.reasoning import (
     MISTRAL_THINK,
@@ -36,7 +36,7 @@ from mini_sglang.server.answers.tool_calls import (
     ToolCallParser,
 )
 from mini_sglang.server.answers.tool_prompt import with_plain_tools
-from mini_sglang.server.bodies import Json, Message, TemplateBody, Tool
+from mini_sglang.server.bodies import Message, TemplateBody, Tool
 from mini_sglang.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 16  # of a prompt, among which a template puts the opening marker of reasoning

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.answers.blocks import Block, Blocks, Change
 from mini_sglang.server.answers.format import AnswerFormat, named_event
 from mini_sglang.server.answers.model_format import AnswerParser
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError
 
 _ERROR_TYPES = {

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from mini_sglang.errors import FieldError
-from mini_sglang.sampling_params import MAX_LOGPROBS
-from mini_sglang.server.bodies import SAMPLING_FIELDS, Body, Json, Messages, SamplingBody, TemplateBody, TokenIds
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
+from mini_sglang.server.bodies import SAMPLING_FIELDS, Body, Messages, SamplingBody, TemplateBody, TokenIds
 
 DEFAULT_GENERATE_TOKENS = 64  # /generate
 

@@ -16,9 +16,9 @@ from fastapi.responses import PlainTextResponse
 import mini_sglang
 from mini_sglang.errors import shorten
 from mini_sglang.ipc.async_engine import EngineDeadError
+from mini_sglang.sampling_params import Json
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.answering import answer
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.conversation import encode_messages
 from mini_sglang.server.errors import ApiError

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from mini_sglang.errors import FieldError
-from mini_sglang.sampling_params import MAX_LOGPROBS
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
 from mini_sglang.server.bodies import (
     MAX_CHOICES,
     SAMPLING_FIELDS,
@@ -16,7 +16,6 @@ from mini_sglang.server.bodies import (
     ConversationBody,
     GrammarChoices,
     GrammarText,
-    Json,
     Labels,
     Message,
     Messages,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mini_sglang.sampling_params import MAX_LOGPROBS
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
 from mini_sglang.server.bodies import (
     FAIL_FAST,
     MAX_MESSAGES,
@@ -23,7 +23,6 @@ from mini_sglang.server.bodies import (
     ConversationBody,
     Function,
     FunctionName,
-    Json,
     Labels,
     Message,
     MessageCall,

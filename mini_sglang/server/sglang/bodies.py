@@ -12,13 +12,12 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mini_sglang.errors import FieldError
-from mini_sglang.sampling_params import MAX_LOGPROBS
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
 from mini_sglang.server.bodies import (
     MAX_CHOICES,
     SAMPLING_FIELDS,
     Body,
     JobBody,
-    Json,
     LogitBias,
     Off,
     OffIfFalse,

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.answers.format import AnswerFormat, event
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.format import finite, token_text
 from mini_sglang.server.sglang.bodies import SglangBody
