@@ -5,14 +5,13 @@ Knows no engine and no HTTP.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
 from mini_sglang.sampling_params import Json
-from mini_sglang.server.answers.blocks import Block, Blocks, Change
+from mini_sglang.server.answers.deltas import Answer, Block, Change
 from mini_sglang.server.answers.format import AnswerFormat, named_event
 from mini_sglang.server.answers.model_format import AnswerParser
 from mini_sglang.server.errors import ApiError
@@ -35,13 +34,11 @@ class MessageFormat(AnswerFormat):
         self._model = model
         self._parser = parser
         self._fits_context = fits_context
-        self._blocks = Blocks()
+        self._answer = Answer()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         [output] = outputs
-        for _ in self._blocks.push(self._parser.push(dataclasses.replace(output, text_delta=output.text))):
-            pass
-        content = [_whole_block(block) for block in self._blocks.all]
+        content = [_whole_block(block) for block in self._parser.whole(output).blocks]
         return {**self._message(content, output.usage), **self._ending(output)}
 
     def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
@@ -50,12 +47,12 @@ class MessageFormat(AnswerFormat):
         yield named_event({"type": "message_start", "message": message})
 
     def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
-        for change, block, text in self._blocks.push(self._parser.push(output)):
+        for change, block, text in self._answer.push(self._parser.push(output)):
             yield _block_event(change, block, text)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         [last] = outputs
-        for change, block, text in self._blocks.close():
+        for change, block, text in self._answer.close():
             yield _block_event(change, block, text)
         yield named_event({"type": "message_delta", "delta": self._ending(last), "usage": usage_json(last.usage)})
         yield named_event({"type": "message_stop"})

@@ -12,7 +12,7 @@ import msgspec
 import mini_sglang
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
 from mini_sglang.sampling_params import Json
-from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Delta, Reasoning
+from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta, Reasoning
 from mini_sglang.server.answers.format import DONE, AnswerFormat, event
 from mini_sglang.server.answers.model_format import AnswerRules
 from mini_sglang.server.generation import Job
@@ -124,7 +124,7 @@ class ChatFormat(AnswerFormat):
         if answer.calls:
             message["content"] = answer.content or None
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
                 for call in answer.calls
             ]
         logprobs = self._logprobs(output.logprobs)
@@ -140,24 +140,24 @@ class ChatFormat(AnswerFormat):
 
 
 def _chat_delta(deltas: Sequence[Delta]) -> Json:
-    """The delta of one chunk, in which deltas of one kind are joined."""
-    new = Answer()
+    """The delta of one chunk, which joins deltas of one kind."""
+    content = reasoning = ""
     calls: dict[int, Json] = {}
     for part in deltas:
         match part:
             case Content(text):
-                new.content += text
+                content += text
             case Reasoning(text):
-                new.reasoning += text
+                reasoning += text
             case CallOpening(number, call_id, name):
                 function = {"name": name, "arguments": ""}
                 calls[number] = {"index": number, "id": call_id, "type": "function", "function": function}
             case CallArguments(number, text):
                 call = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
-    delta: Json = _reasoning(new.reasoning) if new.reasoning else {}
-    if new.content:
-        delta["content"] = new.content
+    delta: Json = _reasoning(reasoning) if reasoning else {}
+    if content:
+        delta["content"] = content
     if calls:
         delta["tool_calls"] = list(calls.values())
     return delta

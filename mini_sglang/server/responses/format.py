@@ -12,7 +12,7 @@ from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
 from mini_sglang.sampling_params import Json
-from mini_sglang.server.answers.blocks import Block, Blocks, Change
+from mini_sglang.server.answers.deltas import Answer, Block, Change
 from mini_sglang.server.answers.format import AnswerFormat, named_event
 from mini_sglang.server.answers.model_format import AnswerParser
 from mini_sglang.server.errors import ApiError
@@ -36,7 +36,7 @@ class ResponseFormat(AnswerFormat):
         self._parser = parser
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._blocks = Blocks()
+        self._answer = Answer()
         self._logprobs: dict[int, list[Json]] = {}  # of the texts, by index
         self._num_events = 0
 
@@ -58,7 +58,7 @@ class ResponseFormat(AnswerFormat):
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         [last] = outputs
         response = self._complete(last)
-        for change, block, text in self._blocks.close():
+        for change, block, text in self._answer.close():
             yield from self._block_events(change, block, text, [], response["output"][-1]["status"])
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
         yield self._event(kind, response=response)
@@ -76,7 +76,7 @@ class ResponseFormat(AnswerFormat):
     ) -> Iterator[tuple[Change, Block, str, list[Json]]]:
         """Yield what `output` changes. Its log-probabilities go with the first text that it adds."""
         logprobs = logprob_entries(self._tokenizer, entries or [])
-        for change, block, text in self._blocks.push(self._parser.push(output)):
+        for change, block, text in self._answer.push(self._parser.push(output)):
             new: list[Json] = []
             if change == "grown" and block.kind == "text":
                 new, logprobs = logprobs, []
@@ -145,8 +145,7 @@ class ResponseFormat(AnswerFormat):
 
     def _complete(self, output: RequestOutput) -> Json:
         status = "completed" if output.finish_reason is None else _STATUS.get(output.finish_reason, "completed")
-        blocks = self._blocks.all
-        items = [self._item(block, "completed") for block in blocks]
+        items = [self._item(block, "completed") for block in self._answer.blocks]
         if items and status != "completed":
             items[-1]["status"] = "incomplete"
         response = {**self._response(status), "output": items, "usage": self._usage(output)}
