@@ -11,8 +11,8 @@ import msgspec
 
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
 from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import AnswerFormat, named_event
 from mini_sglang.server.answers.deltas import Answer, Block, Change
-from mini_sglang.server.answers.format import AnswerFormat, named_event
 from mini_sglang.server.answers.model_format import AnswerParser
 from mini_sglang.server.errors import ApiError
 

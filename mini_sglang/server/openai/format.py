@@ -12,8 +12,8 @@ import msgspec
 import mini_sglang
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
 from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import DONE, AnswerFormat, event
 from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta, Reasoning
-from mini_sglang.server.answers.format import DONE, AnswerFormat, event
 from mini_sglang.server.answers.model_format import AnswerRules
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.bodies import OpenAIBody

@@ -12,8 +12,8 @@ from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
 from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import AnswerFormat, named_event
 from mini_sglang.server.answers.deltas import Answer, Block, Change
-from mini_sglang.server.answers.format import AnswerFormat, named_event
 from mini_sglang.server.answers.model_format import AnswerParser
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.openai.format import logprob_entries

@@ -11,7 +11,7 @@ from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
 from mini_sglang.sampling_params import Json
-from mini_sglang.server.answers.format import AnswerFormat, event
+from mini_sglang.server.answering import AnswerFormat, event
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.format import finite, token_text
 from mini_sglang.server.sglang.bodies import SglangBody
