@@ -234,14 +234,6 @@ class Message(Body):
             ]
         return message
 
-    @property
-    def num_characters(self) -> int:
-        """About how long the message is in a prompt."""
-        texts = [self.content, self.reasoning_content, self.reasoning, self.name, self.tool_call_id]
-        for call in self.tool_calls or ():
-            texts += call.id, call.function.name, str(call.function.arguments)
-        return sum(len(text) for text in texts if text)
-
 
 def join_runs(messages: Iterable[Message], roles: Container[str]) -> list[Message]:
     """The conversation in which messages that follow each other in one of these roles are one."""
@@ -287,11 +279,6 @@ class Tool(Body):
             function["description"] = self.function.description
         function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
-
-    @property
-    def num_characters(self) -> int:
-        """About how long the tool is in a prompt."""
-        return len(msgspec.json.encode(self.for_template()))
 
 
 class FunctionName(Body):

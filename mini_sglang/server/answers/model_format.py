@@ -160,7 +160,7 @@ class AnswerRules:
         return self._must_call or (has_marker and any(tool.function.strict for tool in self._callable))
 
     def _grammar(self, notation: CallNotation) -> str:
-        if (size := sum(tool.num_characters for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
+        if (size := sum(len(msgspec.json.encode(tool.for_template())) for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
             raise FieldError("tools", f"may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got {size}")
         return tool_call_grammar(
             {tool.function.name: self._schema(tool) for tool in self._callable},

@@ -62,7 +62,7 @@ async def tokenize(request: Request) -> Json:
     body = await read_body(request, TokenizeBody)
     context.check_model(body.model)
     if body.messages is not None:
-        tokens = await encode_messages(context, body.messages, body)
+        tokens = await encode_messages(request, body.messages, body)
     else:
         [tokens] = await encode_prompts(context, [body.prompt or ""], add_special_tokens=body.add_special_tokens)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": context.engine.info.context_length}
