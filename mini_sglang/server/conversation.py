@@ -9,7 +9,7 @@ from fastapi import Request
 
 from mini_sglang.errors import FieldError
 from mini_sglang.server.answers.model_format import AnswerRules
-from mini_sglang.server.bodies import ConversationBody, Message, TemplateBody
+from mini_sglang.server.chat import ConversationBody, Message, TemplateBody
 from mini_sglang.server.context import context_of
 from mini_sglang.server.generation import INLINE_CHARACTERS, Job, check_text_length, make_job, to_sampling_params
 from mini_sglang.server.request_body import client_errors, work_on_body

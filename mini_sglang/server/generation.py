@@ -18,7 +18,8 @@ from mini_sglang.errors import FieldError, shorten
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.sampling_params import Json, SamplingParams
-from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody
+from mini_sglang.server import fields
+from mini_sglang.server.bodies import JobBody
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
 
@@ -100,8 +101,8 @@ def parse_prompt(value: Any) -> str | list[int]:
         return value
     if not isinstance(value, list):
         raise FieldError("prompt", f"must be a string or a list of token ids, got {type(value).__name__}")
-    if len(value) > MAX_TOKEN_IDS:
-        raise FieldError("prompt", f"may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
+    if len(value) > fields.MAX_TOKEN_IDS:
+        raise FieldError("prompt", f"may hold at most {fields.MAX_TOKEN_IDS} token ids, got {len(value)}")
     for item in value:
         if type(item) is not int:
             raise FieldError("prompt", f"must hold token ids only, got {shorten(item)} among them")

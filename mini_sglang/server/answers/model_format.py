@@ -36,7 +36,7 @@ from mini_sglang.server.answers.tool_calls import (
     ToolCallParser,
 )
 from mini_sglang.server.answers.tool_prompt import with_plain_tools
-from mini_sglang.server.bodies import Message, TemplateBody, Tool
+from mini_sglang.server.chat import Message, TemplateBody, Tool
 from mini_sglang.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 16  # of a prompt, among which a template puts the opening marker of reasoning
