@@ -206,15 +206,10 @@ def unsupported(params: SamplingParams, reason: str) -> FieldError:
 
 
 def grammar_key(params: SamplingParams) -> bytes:
-    """Equal for equal grammars."""
-    field = params.grammar_field
-    return msgspec.msgpack.encode((field, getattr(params, field or ""), params.grammar_after))
-
-
-def grammar_only(params: SamplingParams) -> SamplingParams:
-    """The part of `params` that the grammar depends on."""
+    """The part of `params` that the grammar depends on, as SamplingParams in msgpack. Equal for equal grammars."""
     field = params.grammar_field or ""
-    return SamplingParams(**{field: getattr(params, field)}, grammar_after=params.grammar_after)
+    only = SamplingParams(**{field: getattr(params, field)}, grammar_after=params.grammar_after)
+    return msgspec.msgpack.encode(only)
 
 
 def _body(params: SamplingParams) -> Json:
