@@ -38,7 +38,7 @@ class MessageFormat(AnswerFormat):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         [output] = outputs
-        content = [_whole_block(block) for block in self._parser.whole(output).blocks]
+        content = [_content_block(block) for block in self._parser.whole(output).blocks]
         return {**self._message(content, output.usage), **self._ending(output)}
 
     def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
@@ -86,8 +86,9 @@ class MessageFormat(AnswerFormat):
 def _block_event(change: Change, block: Block, text: str) -> bytes:
     match change:
         case "opened":
-            empty = {**_empty_block(block), "input": {}} if block.kind == "call" else _empty_block(block)
-            return named_event({"type": "content_block_start", "index": block.index, "content_block": empty})
+            return named_event(
+                {"type": "content_block_start", "index": block.index, "content_block": _content_block(block)}
+            )
         case "grown":
             delta = _block_delta(block, text)
             return named_event({"type": "content_block_delta", "index": block.index, "delta": delta})
@@ -95,15 +96,15 @@ def _block_event(change: Change, block: Block, text: str) -> bytes:
             return named_event({"type": "content_block_stop", "index": block.index})
 
 
-def _empty_block(block: Block) -> Json:
-    """A block before it has any text."""
+def _content_block(block: Block) -> Json:
+    """A block with its text so far."""
     match block.kind:
         case "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "text":
-            return {"type": "text", "text": ""}
+            return {"type": "text", "text": block.text}
         case "call":
-            return {"type": "tool_use", "id": block.call_id, "name": block.name}
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
 
 
 def _block_delta(block: Block, text: str) -> Json:
@@ -116,18 +117,8 @@ def _block_delta(block: Block, text: str) -> Json:
             return {"type": "input_json_delta", "partial_json": text}
 
 
-def _whole_block(block: Block) -> Json:
-    match block.kind:
-        case "reasoning":
-            return {**_empty_block(block), "thinking": block.text}
-        case "text":
-            return {**_empty_block(block), "text": block.text}
-        case "call":
-            return {**_empty_block(block), "input": _arguments(block.text)}
-
-
 def _arguments(text: str) -> Json:
-    """The arguments of a call; {} if they were cut off."""
+    """The arguments of a call; {} if they are not complete."""
     try:
         return msgspec.json.decode(text, type=Json)
     except msgspec.DecodeError:

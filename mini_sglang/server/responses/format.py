@@ -22,6 +22,11 @@ from mini_sglang.text.tokenizer import Tokenizer
 
 _STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
 _ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_TEXT_EVENTS = {  # of what a block's text adds up to
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
 
 
 class ResponseFormat(AnswerFormat):
@@ -86,39 +91,34 @@ class ResponseFormat(AnswerFormat):
     def _block_events(
         self, change: Change, block: Block, text: str, logprobs: list[Json], end_status: str = "completed"
     ) -> Iterator[bytes]:
+        kind = _TEXT_EVENTS[block.kind]
         at: Json = {"item_id": self._item_id(block), "output_index": block.index}
-        part_at: Json = {**at, "content_index": 0}
-        if change == "opened":
-            item = self._item(dataclasses.replace(block, text=""), "in_progress")
-            if block.kind != "call":
-                item["content"] = []
-            yield self._event("response.output_item.added", output_index=block.index, item=item)
-            if block.kind == "text":
-                yield self._event("response.content_part.added", **part_at, part=_text_part("", []))
-        elif change == "grown":
-            match block.kind:
-                case "reasoning":
-                    yield self._event("response.reasoning_text.delta", **part_at, delta=text)
-                case "text":
-                    yield self._event("response.output_text.delta", **part_at, delta=text, logprobs=logprobs)
-                case "call":
-                    yield self._event("response.function_call_arguments.delta", **at, delta=text)
-        else:
-            item = self._item(block, end_status)
-            match block.kind:
-                case "reasoning":
-                    yield self._event("response.reasoning_text.done", **part_at, text=block.text)
-                case "text":
-                    [part] = item["content"]
-                    yield self._event(
-                        "response.output_text.done", **part_at, text=block.text, logprobs=part["logprobs"]
-                    )
-                    yield self._event("response.content_part.done", **part_at, part=part)
-                case "call":
-                    yield self._event(
-                        "response.function_call_arguments.done", **at, name=block.name, arguments=block.text
-                    )
-            yield self._event("response.output_item.done", output_index=block.index, item=item)
+        if block.kind != "call":
+            at["content_index"] = 0
+        match change, block.kind:
+            case "opened", _:
+                item = self._item(block, "in_progress")
+                if block.kind != "call":
+                    item["content"] = []
+                yield self._event("response.output_item.added", output_index=block.index, item=item)
+                if block.kind == "text":
+                    yield self._event("response.content_part.added", **at, part=_text_part("", []))
+            case "grown", "text":
+                yield self._event(f"{kind}.delta", **at, delta=text, logprobs=logprobs)
+            case "grown", _:
+                yield self._event(f"{kind}.delta", **at, delta=text)
+            case "closed", _:
+                item = self._item(block, end_status)
+                match block.kind:
+                    case "reasoning":
+                        yield self._event(f"{kind}.done", **at, text=block.text)
+                    case "text":
+                        [part] = item["content"]
+                        yield self._event(f"{kind}.done", **at, text=block.text, logprobs=part["logprobs"])
+                        yield self._event("response.content_part.done", **at, part=part)
+                    case "call":
+                        yield self._event(f"{kind}.done", **at, name=block.name, arguments=block.text)
+                yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _item(self, block: Block, status: str) -> Json:
         item: Json = {"id": self._item_id(block), "status": status}
@@ -130,13 +130,8 @@ class ResponseFormat(AnswerFormat):
                 part = _text_part(block.text, self._logprobs.get(block.index, []))
                 return {**item, "type": "message", "role": "assistant", "content": [part]}
             case "call":
-                return {
-                    **item,
-                    "type": "function_call",
-                    "call_id": block.call_id,
-                    "name": block.name,
-                    "arguments": block.text,
-                }
+                call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+                return {**item, "type": "function_call", **call}
 
     def _item_id(self, block: Block) -> str:
         return f"{_ID_PREFIXES[block.kind]}{self._id.removeprefix('resp_')}_{block.index}"
