@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from mini_sglang.server.pacing import RequestPacer
+from mini_sglang.server.intake import RequestPacer
 
 
 def test_a_few_enter_in_each_turn_and_in_order() -> None:
