@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import resource
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from mini_sglang.bench.arrivals import arrival_times
 from mini_sglang.bench.datasets import Requests, open_dataset
 from mini_sglang.bench.http_client import NOT_CONNECTED, Exchange, HttpClient
 from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress
-from mini_sglang.bench.pyplot import load_pyplot
+from mini_sglang.bench.output import load_pyplot, show
 from mini_sglang.bench.queue_time import QueueTimes
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.bench.serving_figures import Figures, figures_of, medians
@@ -45,17 +44,8 @@ def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_
         load_pyplot()
     runs = asyncio.run(measure(config, open_dataset(config)))
     results = [medians(of_rate) for of_rate in runs]
-    console = Console()
-    for part in serving_report(config, results):
-        console.print(part, markup=False, highlight=False)
-    if json_path is not None:
-        public = dataclasses.replace(config, api_key=None, header=())  # these may be secret
-        figures = {
-            "config": dataclasses.asdict(public),
-            "results": [dataclasses.asdict(result) for result in results],
-            "runs": [[dataclasses.asdict(run) for run in of_rate] for of_rate in runs],
-        }
-        json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    public = dataclasses.replace(config, api_key=None, header=())  # these may be secret
+    show(serving_report(config, results), {"config": public, "results": results, "runs": runs}, json_path)
     if plot_path is not None:
         plot_rates(plot_path, results)
     return any(result.num_completed for result in results)
