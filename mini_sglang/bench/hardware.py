@@ -9,7 +9,7 @@ import datetime
 import itertools
 import platform
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
@@ -52,7 +52,7 @@ def seconds_per_call(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(_WARM_UPS):
         work()
     if device.type != "cuda":
-        return statistics.median(_clock(work) for _ in range(_REPEATS))
+        return statistics.median(timeit.repeat(work, number=1, repeat=_REPEATS))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
     events[0].record()
     for event in events[1:]:
@@ -82,12 +82,6 @@ def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype of a configuration's, such as "bfloat16"."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _clock(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _is_installed(name: str) -> bool:
