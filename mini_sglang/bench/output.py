@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
 
@@ -30,6 +31,13 @@ def show(parts: Iterable[Table | str], figures: Mapping[str, Any], json_path: Pa
         console.print(part, markup=False, highlight=False)
     if json_path is not None:
         json_path.write_text(json.dumps(figures, indent=1, default=asdict) + "\n")
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar on a terminal's stderr that is drawn only when it moves: drawing takes time from what is measured."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
+    return Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
 
 
 def load_pyplot() -> Any:
