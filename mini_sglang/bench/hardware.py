@@ -12,6 +12,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 
@@ -30,7 +31,7 @@ def describe(device: torch.device) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "mini_sglang": __version__,
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "triton", "transformers") if _is_installed(name)},
+        **{name: metadata.version(name) for name in ("torch", "triton", "transformers") if find_spec(name)},
         **({"cuda": str(torch.version.cuda)} if on_gpu else {}),
     }
 
@@ -82,11 +83,3 @@ def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype of a configuration's, such as "bfloat16"."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
