@@ -69,6 +69,7 @@ def _lines_of(figures: Figures) -> list[str]:
 
 def _rates_table(results: Sequence[Figures]) -> Table:
     made = table("", "sent/s", "done/s", "good/s", "TTFT p50", "p99", "ITL p50", "p99", "tokens/s", "errors")
+    made.columns[0].justify = "right"
     for figures in results:
         ttft, itl = figures.ttft_ms, figures.itl_ms
         made.add_row(
