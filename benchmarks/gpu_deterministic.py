@@ -100,7 +100,7 @@ class RecordedEngine:
             batch = scheduler.schedule()
             if batch is None:
                 raise RuntimeError("nothing can be scheduled")
-            self._request_of_slot |= {new.slot: new.seed for new in batch.new_rows}
+            self._request_of_slot |= {new.slot: new.seed for new in batch.new_requests}
             with recorded() as step:
                 handle = self.engine.executor.launch(batch)
             for row, logits in step:

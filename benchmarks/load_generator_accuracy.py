@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mini_sglang.bench.apis import APIS, Sampling
-from mini_sglang.bench.arrivals import arrival_times
 from mini_sglang.bench.http_client import HttpClient
-from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest
+from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, arrival_times
 from mini_sglang.bench.serving_figures import Distribution, Figures, figures_of
 
 PARTS = ("mean", "p50", "p90", "p95", "p99")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
@@ -112,10 +113,10 @@ def run_shell(llm: LLM, params: SamplingParams, *, system: str | None = None, st
     stdin = sys.stdin if stdin is None else stdin
     interactive = stdin.isatty() and sys.stdout.isatty()
     shell = Shell(Conversation(llm, params, system), Console(highlight=False))
-    messages = TerminalInput(llm.engine.config.model) if interactive else LineInput(stdin)
+    read = TerminalInput(llm.engine.config.model).read if interactive else partial(_read_lines, stdin)
     while True:
         try:
-            text = messages.read().strip()
+            text = read().strip()
         except EOFError:
             return 0
         except KeyboardInterrupt:  # drops what was typed
@@ -195,22 +196,17 @@ _STATS: Mapping[str, Callable[[TurnStats], str]] = {
 }
 
 
-class LineInput:
-    """Messages from a pipe or a file, one a line; a backslash at the end of a line continues the message."""
-
-    def __init__(self, stdin: TextIO) -> None:
-        self._stdin = stdin
-
-    def read(self) -> str:
-        lines: list[str] = []
-        for line in self._stdin:
-            lines.append(line.rstrip("\n"))
-            if not lines[-1].endswith("\\"):
-                break
-            lines[-1] = lines[-1][:-1]
-        if not lines:
-            raise EOFError
-        return "\n".join(lines)
+def _read_lines(stdin: TextIO) -> str:
+    """A message from a pipe or a file: a line, continued by the next one after a backslash. Raises EOFError."""
+    lines: list[str] = []
+    for line in stdin:
+        lines.append(line.rstrip("\n"))
+        if not lines[-1].endswith("\\"):
+            break
+        lines[-1] = lines[-1][:-1]
+    if not lines:
+        raise EOFError
+    return "\n".join(lines)
 
 
 class TerminalInput:
@@ -218,20 +214,16 @@ class TerminalInput:
 
     def __init__(self, model: str) -> None:
         print(f"{model}. /help for help, Ctrl-D to leave.")
+        bindings = KeyBindings()
+        bindings.add("enter")(_send)
+        bindings.add("escape", "enter")(_new_line)  # what a terminal sends for Alt-Enter
         self._session: PromptSession[str] = PromptSession(
-            multiline=True, key_bindings=_key_bindings(), prompt_continuation=". "
+            multiline=True, key_bindings=bindings, prompt_continuation=". "
         )
 
     def read(self) -> str:
         text: str = self._session.prompt("> ")
         return text
-
-
-def _key_bindings() -> KeyBindings:
-    bindings = KeyBindings()
-    bindings.add("enter")(_send)
-    bindings.add("escape", "enter")(_new_line)  # what a terminal sends for Alt-Enter
-    return bindings
 
 
 def _send(event: KeyPressEvent) -> None:

@@ -113,10 +113,10 @@ class EngineConfig:
 class ResolvedConfig(EngineConfig):
     """An EngineConfig in which nothing is left open: what was `auto` or None is what machine and model give."""
 
-    num_pages: int
-    context_length: int
-    max_running_requests: int
-    max_prefill_tokens: int
+    num_pages: int = dataclasses.field()  # without a default: a bare annotation would inherit None
+    context_length: int = dataclasses.field()
+    max_running_requests: int = dataclasses.field()
+    max_prefill_tokens: int = dataclasses.field()
     run_ahead: int = 0
     cuda_graph_max_bs: int = 0
     num_threads: int = 1

@@ -39,7 +39,7 @@ _MASK_WAIT_S = 0.01  # while only masks are computed; messages are read in betwe
 
 
 class Engine:
-    """Runs requests to their end. `config` has every `auto` resolved.
+    """Runs requests to their end. The attribute `config` is the argument with every `auto` resolved.
 
     The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar.
     """
@@ -177,7 +177,7 @@ class Engine:
 
     def _record_admitted(self, batch: ScheduledBatch) -> None:
         """Record how long those requests were queued whose first step is `batch`, the latest one."""
-        if batch.new_rows:
+        if batch.new_requests:
             now = time.perf_counter()
             for request_id in self.scheduler.latest_step.admitted:
                 if (arrived := self._arrived_s.pop(request_id, None)) is not None:

@@ -52,8 +52,9 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 class StepOutputs(msgspec.Struct, omit_defaults=True):
     """What one step added to all requests. Crosses the process boundary.
 
-    `token_ids[i]` is the one token of request `request_ids[i]`, of which there is nothing else to say; `others` are
-    the requests of which there is. Iterating gives a TokenOutput for each request, at the iterating side's cost.
+    A request that gained one token and nothing else is an entry in two columns, `request_ids[i]` and `token_ids[i]`;
+    every other one is a whole TokenOutput in `others`. Iterating gives a TokenOutput for each request, at the iterating
+    side's cost.
     """
 
     request_ids: list[str] = []

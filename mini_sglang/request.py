@@ -62,7 +62,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens, those not read yet included: to compute the last one is to sample one more."""
+        """The known tokens; or one more than are computed, once all known ones are: a launched step samples it."""
         return max(self.num_known_tokens, self.num_computed_tokens + 1)
 
     @property

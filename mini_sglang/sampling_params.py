@@ -13,6 +13,8 @@ import msgspec
 
 from mini_sglang.errors import FieldError, shorten
 
+Json = dict[str, Any]  # a JSON object
+
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters of one stop string
@@ -55,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, which are then computed, cached or not
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
-    response_format: dict[str, Any] | None = None  # OpenAI's object: of type text, json_object or json_schema
+    response_format: Json | None = None  # OpenAI's object: of type text, json_object or json_schema
     regex: str | None = None  # the whole answer matches it
     ebnf: str | None = None  # a grammar in Lark's or llama.cpp's (GBNF) notation
     choice: list[str] | None = None  # the answer is one of these

@@ -23,7 +23,7 @@ ASIDE = {  # of these, what the page leaves for later: other ways to do what a s
     *("scheduling/simulation.py", "scheduling/__init__.py", "execution/__init__.py", "attention/__init__.py"),
     *("models/__init__.py", "layers/__init__.py"),
     *("execution/graph_runner.py", "execution/cuda_graph.py", "execution/prefill_graph.py", "execution/pinned_ring.py"),
-    *("execution/device_sampler.py", "execution/worker_group.py", "execution/worker_main.py", "execution/node.py"),
+    *("execution/worker_group.py", "execution/worker_main.py", "execution/node.py"),
     *("attention/cpu_backend.py", "attention/triton_backend.py"),
     *("attention/flashinfer_backend.py", "attention/flash_attn_backend.py"),
 }

@@ -160,7 +160,7 @@ class Script:
 
     def schedule(self) -> Any:
         step = next(self._wanted, None)
-        return None if step is None else SimpleNamespace(step=step, new_rows=[])
+        return None if step is None else SimpleNamespace(step=step, new_requests=[])
 
     def launch(self, batch: Any) -> Any:
         self.events.append(f"launch {batch.step}")

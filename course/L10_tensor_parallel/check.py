@@ -26,7 +26,7 @@ from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.architectures import build_model
 from mini_sglang.parallel.sharding import Shard, copy_shard, shard_evenly, shard_heads, whole
 from mini_sglang.parallel.tensor_parallel import SINGLE, CollectiveError, TensorParallel, connect_cpus
-from mini_sglang.weights.load import DummyTensor, load_dummy_weights
+from mini_sglang.weights.load import dummy_tensor, load_dummy_weights
 
 CPU = torch.device("cpu")
 
@@ -187,12 +187,12 @@ def summed_layer(parallel: TensorParallel, *, bias: bool = False, norms: BlockNo
     inputs = shard_evenly(6, parallel.rank, parallel.size)
     layer = Linear(inputs, {"o": 3}, placement(parallel), bias=bias, summed=True, norms=norms)
     for name, slot in layer.weight_slots("").items():
-        slot.load(DummyTensor(name, slot.shape, 0, CPU))
+        slot.load(dummy_tensor(name, slot.shape, 0, CPU))
     return layer
 
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
-WEIGHT, BIAS = DummyTensor("o.weight", (3, 6), 0, CPU).dense(), DummyTensor("o.bias", (3,), 0, CPU).dense()
+WEIGHT, BIAS = dummy_tensor("o.weight", (3, 6), 0, CPU).dense(), dummy_tensor("o.bias", (3,), 0, CPU).dense()
 
 
 def columns(parallel: TensorParallel) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_a_norm_behind_the_product_sees_the_sum() -> None:
 
 @guards("foreign-tokens-counted")
 def test_a_token_is_looked_up_where_its_row_lies() -> None:
-    table = DummyTensor("table", (40, 4), 0, CPU)  # 32 rows on rank 0, 8 on rank 1
+    table = dummy_tensor("table", (40, 4), 0, CPU)  # 32 rows on rank 0, 8 on rank 1
 
     def work(parallel: TensorParallel) -> torch.Tensor:
         embedding = Embedding(40, 4, placement(parallel))

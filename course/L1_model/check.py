@@ -20,8 +20,8 @@ from mini_sglang.learn.checking import expect, guards
 from mini_sglang.model_config import ModelConfig, RopeScaling
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.weights.gguf import _unpack, half_split_order
-from mini_sglang.weights.load import DummyTensor, _match
-from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot
+from mini_sglang.weights.load import _match, dummy_tensor
+from mini_sglang.weights.tensor import WeightsError, WeightSlot
 
 KERNELS = TorchKernels()
 CPU = torch.device("cpu")
@@ -284,7 +284,7 @@ def match(
     stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, tied: bool = False
 ) -> list[str]:
     """Which stored tensor fills each slot, or the message of what is refused."""
-    tensors: dict[str, CheckpointTensor] = {name: DummyTensor(name, shape, 0, CPU) for name, shape in stored.items()}
+    tensors = {name: dummy_tensor(name, shape, 0, CPU) for name, shape in stored.items()}
     slots = {name: WeightSlot(shape, lambda tensor: None) for name, shape in wanted.items()}
     try:
         return [tensor.name for tensor, _ in _match(tensors, slots, tied=tied, where="here")]

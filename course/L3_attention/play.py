@@ -29,7 +29,7 @@ def main() -> None:
         table.page_table[slot, : len(pages)] = torch.tensor(pages)
         table.tokens[slot] = torch.arange(100 * (slot + 1), 100 * (slot + 1) + 17)
     inputs = table.expand(ROWS)
-    show_metadata(console, inputs.positions, inputs.attention.cells, inputs.input_ids, inputs.logit_rows)
+    show_metadata(console, inputs.positions, inputs.attention.cells, inputs.input_ids, inputs.logits_indices)
     show_pool(console)
     show_attention(console, inputs.attention)
     show_softmax(console)

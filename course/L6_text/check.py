@@ -210,6 +210,13 @@ def test_a_stop_string_is_found_behind_a_false_start() -> None:
         invariant="after a mismatch the longest beginning that still fits goes on",
         read="L6: False starts",
     )
+    expect(
+        stopped(["\n\nUser:"], ["\n\n\n", "User:"]),
+        (["\n", "", ""], "\n\nUser:"),
+        "visible text, and what matched, of '\\n\\n\\n', 'User:' with the stop string '\\n\\nUser:'",
+        invariant="after a mismatch the longest beginning that still fits goes on",
+        read="L6: False starts",
+    )
 
 
 @guards("shortest-wins")

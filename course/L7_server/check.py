@@ -461,6 +461,7 @@ def test_the_engine_leaves_when_its_parent_is_gone() -> None:
 def test_beyond_the_limit_a_request_is_refused_at_once() -> None:
     from mini_sglang.server.errors import ApiError
     from mini_sglang.server.generation import Job, _registered
+    from mini_sglang.server.native.bodies import GenerateBody
 
     context: Any = SimpleNamespace(
         jobs={"running": ["running"], "waiting": ["waiting"]},
@@ -469,7 +470,7 @@ def test_beyond_the_limit_a_request_is_refused_at_once() -> None:
     )
     status = 200
     try:
-        with _registered(context, Job("third", [[65]], 1, [SamplingParams()], "", 0)):
+        with _registered(context, Job("third", [[65]], [SamplingParams()], GenerateBody(prompt="A"))):
             pass
     except ApiError as error:
         status = error.status

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_sglang.attention.transfer import staged
+from mini_sglang.attention.kv_pool import staged
 from mini_sglang.execution import cuda_graph
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, StepGraphs, graph_sizes
 from mini_sglang.execution.executor import StepHandle

@@ -79,7 +79,8 @@ class PrefillGraphBackend(AttentionBackend, Protocol):
         """Plan a step with any number of tokens per row, from device tensors alone.
 
         page_table [R + 1, pages], cells [T], starts and counts [R + 1] int64: rows of count 0 compute nothing, and
-        neither does the last, whose tokens pad the step; tiles [n] int64, as `prefill_tiles` lists them.
+        neither does the last, whose tokens pad the step. A tile is a block of one row's consecutive queries that one
+        program attends: tiles [n] int64, as `prefill_tiles` lists them, mean something to the backend alone.
         """
         ...
 

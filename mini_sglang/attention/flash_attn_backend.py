@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
-from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.attention.transfer import send
+from mini_sglang.attention.kv_pool import KVPool, send
 from mini_sglang.kernels.interface import KVCells
 
 if _HAS_3 := importlib.util.find_spec("flash_attn_interface") is not None:

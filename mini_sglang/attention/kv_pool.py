@@ -1,6 +1,6 @@
-"""The memory of keys and values of all layers, cut into pages.
+"""The memory of keys and values of all layers, cut into pages, and how page numbers reach the device that holds it.
 
-Backends read and write it by page or by cell. It does not know who owns which page.
+Backends read and write the pool by page or by cell. It does not know who owns which page.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from mini_sglang.attention.transfer import send
 from mini_sglang.kernels.interface import KVCells, indexable
 
 _COPY_BYTES = 64 << 20  # that `copy_pages` copies at a time
@@ -71,3 +70,20 @@ class KVPool:
         for firsts in self._first_pages.split(max(1, _COPY_BYTES // bytes_at_once)):
             copied = pages.index_select(0, (firsts + sources).flatten())
             pages.index_copy_(0, (firsts + destinations).flatten(), copied)
+
+
+def send(numbers: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`numbers`, nested or not, as a tensor on `device`; integers are int64 unless `dtype` is given.
+
+    The host does not wait for the copy.
+    """
+    return staged(numbers, device, dtype).to(device, non_blocking=True)
+
+
+def staged(numbers: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`numbers` as a tensor on the host, pinned unless `device` is a CPU.
+
+    A copy from ordinary memory blocks the host until the device has done all that was queued before; one from pinned
+    memory is queued like everything else.
+    """
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type != "cpu")

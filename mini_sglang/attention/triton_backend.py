@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
-from mini_sglang.attention.kv_pool import KVPool
-from mini_sglang.attention.transfer import send
+from mini_sglang.attention.kv_pool import KVPool, send
 from mini_sglang.kernels.interface import KVCells
 from mini_sglang.kernels.triton.paged_decode import PagedDecode, decode_tuning
 from mini_sglang.kernels.triton.paged_prefill import (

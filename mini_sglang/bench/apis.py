@@ -5,7 +5,7 @@ Every answer is streamed; the time of a token is that of the piece of the stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,42 +33,29 @@ class Sampling:
 class Api:
     """A route, and how a prompt is put into its body."""
 
+    name: ApiName
     path: str
-    body: Callable[[Prompt, int, Sampling], Json]
 
     def encode(self, prompt: Prompt, output_length: int, sampling: Sampling) -> bytes:
         """The JSON body of a request that streams `output_length` tokens."""
-        return msgspec.json.encode({**self.body(prompt, output_length, sampling), "stream": True, **sampling.extra})
-
-
-def _completions(prompt: Prompt, output_length: int, sampling: Sampling) -> Json:
-    return {"prompt": _plain(prompt), **_openai(output_length, sampling)}
-
-
-def _chat(prompt: Prompt, output_length: int, sampling: Sampling) -> Json:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {"messages": messages, **_openai(output_length, sampling)}
-
-
-def _generate(prompt: Prompt, output_length: int, sampling: Sampling) -> Json:
-    return {"prompt": _plain(prompt), "max_tokens": output_length, **_how(sampling)}
-
-
-def _sglang(prompt: Prompt, output_length: int, sampling: Sampling) -> Json:
-    plain = _plain(prompt)
-    name = "text" if isinstance(plain, str) else "input_ids"
-    return {name: plain, "sampling_params": {"max_new_tokens": output_length, **_how(sampling)}}
-
-
-def _openai(output_length: int, sampling: Sampling) -> Json:
-    model = {} if sampling.model is None else {"model": sampling.model}
-    return {**model, "max_tokens": output_length, "stream_options": {"include_usage": True}, **_how(sampling)}
-
-
-def _how(sampling: Sampling) -> Json:
-    """`ignore_eos` only where it is wanted: not every server knows it."""
-    ignore_eos = {"ignore_eos": True} if sampling.ignore_eos else {}
-    return {"temperature": sampling.temperature, **ignore_eos}
+        how: Json = {"temperature": sampling.temperature}
+        if sampling.ignore_eos:  # not every server knows it
+            how["ignore_eos"] = True
+        body: Json
+        if self.name == "sglang":
+            plain = _plain(prompt)
+            name = "text" if isinstance(plain, str) else "input_ids"
+            body = {name: plain, "sampling_params": {"max_new_tokens": output_length, **how}}
+        elif self.name == "chat":
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            body = {"messages": messages, "max_tokens": output_length, **how}
+        else:
+            body = {"prompt": _plain(prompt), "max_tokens": output_length, **how}
+        if self.path.startswith("/v1/"):
+            body["stream_options"] = {"include_usage": True}
+            if sampling.model is not None:
+                body["model"] = sampling.model
+        return msgspec.json.encode({**body, "stream": True, **sampling.extra})
 
 
 def _plain(prompt: Prompt) -> Prompt:
@@ -78,10 +65,13 @@ def _plain(prompt: Prompt) -> Prompt:
 
 
 APIS: dict[ApiName, Api] = {
-    "completions": Api("/v1/completions", _completions),
-    "chat": Api("/v1/chat/completions", _chat),
-    "generate": Api("/generate", _generate),
-    "sglang": Api("/generate", _sglang),
+    api.name: api
+    for api in (
+        Api("completions", "/v1/completions"),
+        Api("chat", "/v1/chat/completions"),
+        Api("generate", "/generate"),
+        Api("sglang", "/generate"),
+    )
 }
 
 
@@ -101,9 +91,6 @@ class Answer:
     detail: str = ""  # what the server said of it
 
 
-_NOTHING = msgspec.Raw()
-
-
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -119,7 +106,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw = _NOTHING
+    tool_calls: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -137,7 +124,7 @@ class _Event(msgspec.Struct):
     token_ids: list[int] | None = None
     output_ids: list[int] | None = None
     meta_info: _Usage | None = None
-    error: msgspec.Raw = _NOTHING
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -160,8 +147,8 @@ def read_answer(exchange: Exchange) -> Answer:
         except msgspec.DecodeError as error:
             answer.error, answer.detail = "malformed event", f"{error}: {data[:200]!r}"
             return answer
-        if _is_something(event.error):
-            answer.error, answer.detail = "error in the stream", bytes(event.error).decode(errors="replace")
+        if event.error is not None:
+            answer.error, answer.detail = "error in the stream", msgspec.json.encode(event.error).decode()
             return answer
         _add(answer, when, event)
         is_whole = is_whole or any(choice.finish_reason for choice in event.choices)
@@ -205,8 +192,4 @@ def _has_tokens(choice: _Choice) -> bool:
     delta = choice.delta
     if delta is None:
         return bool(choice.text)
-    return bool(delta.content or delta.reasoning_content or delta.reasoning) or _is_something(delta.tool_calls)
-
-
-def _is_something(value: msgspec.Raw) -> bool:
-    return bytes(value) not in (b"", b"null", b"[]")
+    return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)

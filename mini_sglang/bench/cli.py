@@ -138,8 +138,8 @@ def _add_prefix(benches: Commands) -> None:
 
 def _prefix(options: argparse.Namespace) -> int:
     from mini_sglang.bench import prefix_report
+    from mini_sglang.bench.output import load_pyplot, show
     from mini_sglang.bench.prefix import SHARES, measure_prefix
-    from mini_sglang.bench.pyplot import load_pyplot
     from mini_sglang.bench.traces import read_trace
 
     if options.plot is not None:
@@ -150,9 +150,8 @@ def _prefix(options: argparse.Namespace) -> int:
         cached_tokens=options.cached_tokens,
         page_size=options.page_size,
     )
-    prefix_report.print_tables(report)
-    if options.json is not None:
-        prefix_report.write_json(report, options.json)
+    tables = [prefix_report.hits_table(report), prefix_report.cost_table(report.cost)]
+    show(tables, prefix_report.figures(report), options.json)
     if options.plot is not None:
         prefix_report.write_plot(report, options.plot)
     return 0

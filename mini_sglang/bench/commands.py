@@ -6,21 +6,19 @@ The ceilings are measured last, in memory that the engine has given back, unless
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from mini_sglang.bench import report
 from mini_sglang.bench.hardware import describe, measure_ceilings, torch_dtype
 from mini_sglang.bench.latency import measure_latency
 from mini_sglang.bench.offline import Workload, measure_offline
+from mini_sglang.bench.output import show
 from mini_sglang.bench.roofline import Ceilings, Traffic
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
@@ -37,20 +35,11 @@ class Output:
     gemm_tflop_s: float | None = None
 
     def ceilings(self, device: torch.device, dtype: torch.dtype) -> Ceilings:
-        if self.copy_tb_s is not None and self.gemm_tflop_s is not None:
-            return Ceilings(self.copy_tb_s * 1e12, self.gemm_tflop_s * 1e12)
-        measured = measure_ceilings(device, dtype)
-        return Ceilings(
-            measured.bytes_per_second if self.copy_tb_s is None else self.copy_tb_s * 1e12,
-            measured.flops_per_second if self.gemm_tflop_s is None else self.gemm_tflop_s * 1e12,
-        )
-
-    def write(self, tables: Sequence[Table], figures: dict[str, Any]) -> None:
-        console = Console()
-        for table in tables:
-            console.print(table)
-        if self.json_path is not None:
-            self.json_path.write_text(json.dumps(figures, indent=1) + "\n")
+        copy, gemm = (None if given is None else given * 1e12 for given in (self.copy_tb_s, self.gemm_tflop_s))
+        if copy is None or gemm is None:
+            measured = measure_ceilings(device, dtype)
+            copy, gemm = copy or measured.bytes_per_second, gemm or measured.flops_per_second
+        return Ceilings(copy, gemm)
 
 
 def bench_offline(config: EngineConfig, workload: Workload, output: Output, *, runs: int, profile_steps: int) -> None:
@@ -67,12 +56,10 @@ def bench_offline(config: EngineConfig, workload: Workload, output: Output, *, r
         "engine_start_s": start_s,
         "idle_share": measured.idle_share,
         "host_gap_share": measured.host_gap_share,
-        **asdict(measured),
+        **vars(measured),
     }
-    output.write(
-        report.offline_tables(measured, traffic, ceilings),
-        _figures(engine.config, figures, traffic, ceilings, measured.best.seconds),
-    )
+    figures |= _setting(engine.config, traffic, ceilings, measured.best.seconds)
+    show(report.offline_tables(measured, traffic, ceilings), figures, output.json_path)
 
 
 def bench_latency(config: EngineConfig, workload: Workload, output: Output, *, runs: int) -> None:
@@ -81,11 +68,8 @@ def bench_latency(config: EngineConfig, workload: Workload, output: Output, *, r
     streams = measure_latency(engine, workload, runs=runs)
     traffic, ceilings = workload.traffic(engine), _release(engine, output)
     best = max(streams, key=lambda run: run.tokens_per_second)
-    figures = {**asdict(best), "runs": [asdict(run) for run in streams]}
-    output.write(
-        report.latency_tables(streams, traffic, ceilings),
-        _figures(engine.config, figures, traffic, ceilings, best.seconds),
-    )
+    figures = {**vars(best), "runs": streams, **_setting(engine.config, traffic, ceilings, best.seconds)}
+    show(report.latency_tables(streams, traffic, ceilings), figures, output.json_path)
 
 
 def bench_kernels(config: EngineConfig, output: Output, *, groups: Sequence[str]) -> None:
@@ -98,9 +82,9 @@ def bench_kernels(config: EngineConfig, output: Output, *, groups: Sequence[str]
     dtype = torch.bfloat16 if config.dtype == "auto" else torch_dtype(config.dtype)
     ceilings = output.ceilings(torch.device("cuda"), dtype)
     times = measure_kernels(load_model_config(source), ceilings, groups=groups, page_size=config.page_size, dtype=dtype)
-    figures = {"kernels": [asdict(time) for time in times], "page_size": config.page_size}
-    figures |= {"model": config.model, "machine": describe(torch.device("cuda")), "ceilings": asdict(ceilings)}
-    output.write([report.kernel_table(times, ceilings)], figures)
+    figures = {"kernels": times, "page_size": config.page_size}
+    figures |= {"model": config.model, "machine": describe(torch.device("cuda")), "ceilings": ceilings}
+    show([report.kernel_table(times, ceilings)], figures, output.json_path)
 
 
 def _with_context(config: EngineConfig, workload: Workload) -> EngineConfig:
@@ -121,16 +105,14 @@ def _release(engine: Engine, output: Output) -> Ceilings:
     return one_device.times(engine.config.tp)
 
 
-def _figures(
-    config: EngineConfig, measured: dict[str, Any], traffic: Traffic, ceilings: Ceilings, seconds: float
-) -> dict[str, Any]:
+def _setting(config: EngineConfig, traffic: Traffic, ceilings: Ceilings, seconds: float) -> dict[str, Any]:
+    """What the figures of a run of `seconds` are set against."""
     floor = traffic.floor_seconds(ceilings)
     return {
-        **measured,
         "floor_s": floor,
         "of_floor": floor / seconds,
-        "traffic": asdict(traffic),
-        "ceilings": asdict(ceilings),
+        "traffic": traffic,
+        "ceilings": ceilings,
         "machine": describe(torch.device(config.device)),
-        "config": asdict(config),
+        "config": config,
     }

@@ -130,7 +130,7 @@ def _chats(config: ServingConfig, chats: list[list[Message]], tokenizer: Tokeniz
             past = chat[:index]
             if config.max_input is None or sum(length(message["content"]) for message in past) <= config.max_input:
                 wanted = length(chat[index]["content"]) if output is None else int(rng.integers(output[0], output.stop))
-                yield LoadRequest(partial(_itself, past), min(wanted, config.max_output or wanted))
+                yield LoadRequest(partial(list, past), min(wanted, config.max_output or wanted))
 
     def requests(seed: int) -> list[LoadRequest]:
         rng = np.random.default_rng(seed)
@@ -147,10 +147,6 @@ def _chats(config: ServingConfig, chats: list[list[Message]], tokenizer: Tokeniz
         return found
 
     return requests
-
-
-def _itself(messages: list[Message]) -> Prompt:
-    return messages
 
 
 def _sharegpt(path: Path) -> Iterator[list[Message]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 from rich.table import Table
 
+from mini_sglang.bench.output import show, table
 from mini_sglang.bench.step_history import History, Life, TimedStep
 from mini_sglang.bench.timeline import draw
 
@@ -28,14 +27,10 @@ def explain(path: Path, *, json_path: Path | None, plot_path: Path | None, windo
     if plot_path is not None and plot_path.suffix != ".svg":
         raise ValueError(f"--plot must name an .svg file, got {plot_path}")
     history = History(path)
-    console = Console()
-    for table in tables(history):
-        console.print(table)
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures(history), indent=1) + "\n")
+    show(tables(history), figures(history), json_path)
     if plot_path is not None:
         plot_path.write_text(draw(history, window))
-        console.print(f"time line: {plot_path}", soft_wrap=True)
+        print(f"time line: {plot_path}")
 
 
 def time_by_place(history: History) -> dict[str, int]:
@@ -89,89 +84,82 @@ def _place_table(history: History) -> Table:
         "no request": "nothing to do",
     }
     places = time_by_place(history)
-    table = Table(title=f"Where {total / 1e6:.3f} s went ({len(history.steps)} steps)", title_justify="left")
-    for name, justify in (("", "left"), ("s", "right"), ("share", "right"), ("µs a step", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for place, us in places.items():
+    made = table(f"Where {total / 1e6:.3f} s went ({len(history.steps)} steps)", "", "s", "share", "µs a step")
+    made.add_column()
+
+    def add(place: str, us: int, meaning: str) -> None:
         a_step = "" if place == "no request" else f"{us / len(history.steps):,.0f}"
-        table.add_row(place, f"{us / 1e6:.3f}", f"{us / total:.1%}", a_step, meaning[place])
-    device = sum(timed.step.device_us or 0 for timed in history.steps)
+        made.add_row(place, f"{us / 1e6:.3f}", f"{us / total:.1%}", a_step, meaning)
+
+    for place, us in places.items():
+        add(place, us, meaning[place])
     if on_gpu:
-        table.add_section()
-        idle = max(total - places["no request"] - device, 0)
-        table.add_row("device", f"{device / 1e6:.3f}", f"{device / total:.1%}", f"{device / len(history.steps):,.0f}",
-                      "busy with steps, beside the host's phases")  # fmt: skip
-        table.add_row("device waits", f"{idle / 1e6:.3f}", f"{idle / total:.1%}", f"{idle / len(history.steps):,.0f}",
-                      "for the host, while there are requests")  # fmt: skip
-    return table
+        made.add_section()
+        device = sum(timed.step.device_us or 0 for timed in history.steps)
+        add("device", device, "busy with steps, beside the host's phases")
+        add("device waits", max(total - places["no request"] - device, 0), "for the host, while there are requests")
+    return made
 
 
 def _kind_table(history: History) -> Table:
-    table = Table(title="Steps", title_justify="left")
-    table.add_column("what is in them")
-    for column in ("steps", "share of time", "rows", "tokens", "ms, median", "p99", "µs a token"):
-        table.add_column(column, justify="right")
+    columns = ("steps", "share of time", "rows", "tokens", "ms, median", "p99", "µs a token")
+    made = table("Steps", "what is in them", *columns)
     durations = _durations(history.steps)
     total = max(sum(map(sum, durations.values())), 1)
     for kind, times in durations.items():
         of_kind = [timed.step for timed in history.steps if timed.kind == kind]
         tokens = sum(step.tokens for step in of_kind)
         rows = sum(step.decodes + len(step.chunks) for step in of_kind)
-        table.add_row(
+        made.add_row(
             kind,
             f"{len(times):,}",
             f"{sum(times) / total:.1%}",
             f"{rows / len(times):,.1f}",
             f"{tokens / len(times):,.1f}",
             f"{statistics.median(times) / 1e3:,.2f}",
-            f"{_quantile(times, 0.99) / 1e3:,.2f}",
+            f"{_quantiles(times)['p99'] / 1e3:,.2f}",
             f"{sum(times) / max(tokens, 1):,.0f}",
         )
     failed = sum(timed.step.error is not None for timed in history.steps)
     if failed:
-        table.caption = f"{failed} steps failed"
-    return table
+        made.caption = f"{failed} steps failed"
+    return made
 
 
 def _request_table(history: History) -> Table:
     lives = history.lives
-    table = Table(title=f"Requests ({len(lives)})", title_justify="left")
-    table.add_column("ms")
-    for column in ("mean", "p50", "p90", "p99", "most"):
-        table.add_column(column, justify="right")
+    made = table(f"Requests ({len(lives)})", "ms", "mean", "p50", "p90", "p99", "most")
     for name, values in _latencies(lives).items():
         if values:
-            parts = _quantiles(values)
-            table.add_row(name, *(f"{parts[key] * 1e3:,.1f}" for key in ("mean", "p50", "p90", "p99", "most")))
+            made.add_row(name, *(f"{part * 1e3:,.1f}" for part in _quantiles(values).values()))
     got = figures(history)
     ended = ", ".join(f"{count} {reason}" for reason, count in sorted(got["ended"].items())) or "none"
     preempted = sum(bool(life.preempted_us) for life in lives)
-    table.caption = (
+    made.caption = (
         f"ended: {ended}; {got['prompt_tokens']:,} prompt tokens, {got['cached_tokens']:,} of them cached; "
         f"{got['tokens_generated']:,} generated; {got['preemptions']} preemptions of {preempted} requests; "
         f"at most {got['most_used_pages']:,} of {got['num_pages']:,} pages in use"
     )
-    return table
+    return made
 
 
 def _slowest_table(history: History) -> Table:
-    table = Table(title="Slowest steps", title_justify="left")
-    for name in ("step", "at, s", "ms"):
-        table.add_column(name, justify="right")
-    for name in ("in it", "longest phase"):
-        table.add_column(name)
+    made = table("Slowest steps", "step", "at, s", "ms")
+    made.columns[0].justify = "right"
+    made.add_column("in it")
+    made.add_column("longest phase")
     for timed in sorted(history.steps, key=lambda timed: -timed.duration_us)[:_NUM_SLOWEST]:
         step = timed.step
         prompt = sum(chunk.count for chunk in step.chunks)
         phase = max(step.host_us, key=lambda name: step.host_us[name], default="")
-        table.add_row(
+        made.add_row(
             str(step.step),
             f"{step.at_us / 1e6:.3f}",
             f"{timed.duration_us / 1e3:,.2f}",
             f"{step.decodes} decodes, {len(step.chunks)} chunks of {prompt} tokens",
             f"{phase}, {step.host_us.get(phase, 0) / 1e3:,.2f} ms",
         )
-    return table
+    return made
 
 
 def _durations(steps: Iterable[TimedStep]) -> dict[str, list[int]]:
@@ -198,15 +186,8 @@ def _latencies(lives: Sequence[Life]) -> dict[str, list[float]]:
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Each percentile is the smallest value that at least this share of the values do not exceed."""
     if not values:
         return {}
-    return {
-        "mean": statistics.fmean(values),
-        **{f"p{round(share * 100)}": _quantile(values, share) for share in (0.5, 0.9, 0.99)},
-        "most": max(values),
-    }
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed."""
-    return sorted(values)[max(math.ceil(len(values) * share), 1) - 1]
+    p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99), method="inverted_cdf").tolist()
+    return {"mean": statistics.fmean(values), "p50": p50, "p90": p90, "p99": p99, "most": max(values)}

@@ -9,9 +9,10 @@ import datetime
 import itertools
 import platform
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 
@@ -30,7 +31,7 @@ def describe(device: torch.device) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "mini_sglang": __version__,
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "triton", "transformers") if _is_installed(name)},
+        **{name: metadata.version(name) for name in ("torch", "triton", "transformers") if find_spec(name)},
         **({"cuda": str(torch.version.cuda)} if on_gpu else {}),
     }
 
@@ -52,7 +53,7 @@ def seconds_per_call(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(_WARM_UPS):
         work()
     if device.type != "cuda":
-        return statistics.median(_clock(work) for _ in range(_REPEATS))
+        return statistics.median(timeit.repeat(work, number=1, repeat=_REPEATS))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
     events[0].record()
     for event in events[1:]:
@@ -82,17 +83,3 @@ def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype of a configuration's, such as "bfloat16"."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _clock(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

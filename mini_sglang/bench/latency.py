@@ -28,8 +28,7 @@ class Streams:
 def measure_latency(engine: Engine, workload: Workload, *, runs: int = 2) -> list[Streams]:
     """A warm-up, then `runs` runs with other ids."""
     vocab_size = engine.model_config.vocab_size
-    with run_numbers(runs) as numbers:
-        _, *streams = [stream(engine, workload.shifted(index, vocab_size)) for index in numbers]
+    _, *streams = [stream(engine, workload.shifted(index, vocab_size)) for index in run_numbers(runs)]
     return streams
 
 

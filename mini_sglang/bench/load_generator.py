@@ -11,13 +11,14 @@ import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mini_sglang.bench.apis import Api, Prompt, Sampling, read_answer
 from mini_sglang.bench.http_client import Exchange, HttpClient
 
+Arrival = Literal["poisson", "gamma", "fixed"]
 OnProgress = Callable[[int, int], None]  # requests sent, requests ended
 _FAILURES_AT_ONCE = 500  # between two collections of what they leave behind, 13 kB each
 
@@ -145,6 +146,27 @@ class LoadGenerator:
             self._num_failed += 1
             if self._num_failed % _FAILURES_AT_ONCE == 0:
                 gc.collect(0)  # exceptions and their frames refer to each other
+
+
+def arrival_times(
+    count: int, rate: float, arrival: Arrival, rng: np.random.Generator, burstiness: float = 1.0
+) -> np.ndarray[Any, Any]:
+    """When to send `count` requests, `rate` a second on average and all at once if it is infinite: float64 seconds.
+
+    poisson: requests arrive independently of each other. fixed: all gaps are equal. gamma: gaps follow a gamma
+    distribution of shape `burstiness`: 1 is Poisson, less comes in bursts (the squared coefficient of variation is
+    1 / burstiness). Raises ValueError for a rate or a burstiness that is not positive.
+    """
+    if not rate > 0:
+        raise ValueError(f"rate must be above 0 requests/s, got {rate}")
+    if not burstiness > 0:
+        raise ValueError(f"burstiness must be above 0, got {burstiness}")
+    if np.isinf(rate):
+        return np.zeros(count)
+    if arrival == "fixed":
+        return np.arange(count) / rate
+    shape = burstiness if arrival == "gamma" else 1.0
+    return np.cumsum(rng.gamma(shape, 1 / (rate * shape), count))
 
 
 def _outcome(exchange: Exchange, due: float, start: float) -> Outcome:

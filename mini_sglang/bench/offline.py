@@ -6,18 +6,15 @@ avoid (`roofline.py`), the host's time per step and, on a GPU, a profile of the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mini_sglang.bench.hardware import torch_dtype
 from mini_sglang.bench.host_time import HostTime, host_time, most_at_once
+from mini_sglang.bench.output import progress_bar
 from mini_sglang.bench.profile import Profile, StepProfiler
 from mini_sglang.bench.roofline import Traffic
 from mini_sglang.engine import Engine
@@ -134,8 +131,7 @@ def measure_offline(engine: Engine, workload: Workload, *, runs: int = 2, profil
     `profile_steps` above 0 adds a run in which that many steps are profiled at its start and in its middle (GPU only).
     """
     vocab_size = engine.model_config.vocab_size
-    with run_numbers(runs) as numbers:
-        _, *measured = [run(engine, workload.shifted(index, vocab_size)) for index in numbers]
+    _, *measured = [run(engine, workload.shifted(index, vocab_size)) for index in run_numbers(runs)]
     most = min(most_at_once(engine), len(workload.prompts))
     host = [host_time(engine, running) for running in sorted({min(16, most), most})]
     profiles: list[Profile] = []
@@ -148,17 +144,10 @@ def measure_offline(engine: Engine, workload: Workload, *, runs: int = 2, profil
     return Offline(measured, host, profiles)
 
 
-@contextlib.contextmanager
-def run_numbers(runs: int) -> Iterator[Iterable[int]]:
-    """Numbers of a warm-up, 0, and of `runs` runs behind it, with a bar on a terminal's stderr.
-
-    It moves between runs only, since drawing would take time from the one that is measured.
-    """
-    columns, console = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()), Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-    ) as bar:
-        yield bar.track(range(runs + 1), description="Warm-up, then runs")
+def run_numbers(runs: int) -> Iterator[int]:
+    """Numbers of a warm-up, 0, and of `runs` runs behind it, with a bar that moves between runs."""
+    with progress_bar() as bar:
+        yield from bar.track(range(runs + 1), description="Warm-up, then runs")
 
 
 def run(engine: Engine, workload: Workload, *, before_step: Callable[[int], None] | None = None) -> Run:

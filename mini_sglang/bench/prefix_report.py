@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from mini_sglang.bench.output import load_pyplot, table
 from mini_sglang.bench.prefix import HostCost, PrefixReport
-from mini_sglang.bench.pyplot import load_pyplot
-
-
-def print_tables(report: PrefixReport) -> None:
-    console = Console()
-    console.print(hits_table(report))
-    console.print(cost_table(report.cost))
 
 
 def hits_table(report: PrefixReport) -> Table:
-    table = Table(title="Prompt blocks found in the prefix cache", title_justify="left")
-    for column in ("pool / distinct", "blocks", "found", "Belady finds", "of Belady", "of no limit"):
-        table.add_column(column, justify="right")
+    columns = ("pool / distinct", "blocks", "found", "Belady finds", "of Belady", "of no limit")
+    made = table("Prompt blocks found in the prefix cache", *columns)
+    made.columns[0].justify = "right"
     for hits in report.hits:
-        table.add_row(
+        made.add_row(
             f"{hits.pool_blocks / report.distinct:.3g}",
             f"{hits.pool_blocks:,}",
             f"{hits.found / report.blocks:.2%}",
@@ -32,38 +25,37 @@ def hits_table(report: PrefixReport) -> Table:
             _share(hits.found, hits.belady),
             _share(hits.found, report.unlimited),
         )
-    table.caption = (
+    made.caption = (
         f"{report.requests:,} prompts of {report.blocks:,} blocks ({report.block_size} tokens each), "
         f"{report.distinct:,} of them distinct; without a limit {report.unlimited / report.blocks:.2%} are found"
     )
-    return table
+    return made
 
 
 def cost_table(cost: HostCost) -> Table:
-    table = Table(title="CPU time of the prefix cache", title_justify="left")
-    table.add_column(f"{cost.cached_tokens:,} tokens cached, pages of {cost.page_size}")
-    table.add_column("µs", justify="right")
-    table.add_row("match 100 prompt tokens", f"{cost.match_us:.2f}")
-    table.add_row("insert 100 prompt tokens", f"{cost.insert_us:.2f}")
-    table.add_row("both", f"{cost.match_us + cost.insert_us:.2f}", end_section=True)
-    table.add_row("evict one page", "none evicted" if cost.evict_us is None else f"{cost.evict_us:.2f}")
-    table.caption = f"over {cost.prompt_tokens:,} prompt tokens and {cost.evicted_pages:,} evicted pages"
-    return table
+    what = f"{cost.cached_tokens:,} tokens cached, pages of {cost.page_size}"
+    made = table("CPU time of the prefix cache", what, "µs")
+    made.add_row("match 100 prompt tokens", f"{cost.match_us:.2f}")
+    made.add_row("insert 100 prompt tokens", f"{cost.insert_us:.2f}")
+    made.add_row("both", f"{cost.match_us + cost.insert_us:.2f}", end_section=True)
+    made.add_row("evict one page", "none evicted" if cost.evict_us is None else f"{cost.evict_us:.2f}")
+    made.caption = f"over {cost.prompt_tokens:,} prompt tokens and {cost.evicted_pages:,} evicted pages"
+    return made
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
 
-def write_json(report: PrefixReport, path: Path) -> None:
+def figures(report: PrefixReport) -> dict[str, Any]:
     """All that was counted, and the rates and times made of it."""
-    figures = asdict(report)
-    figures["unlimited_rate"] = report.unlimited / report.blocks
-    for entry, hits in zip(figures["hits"], report.hits, strict=True):
+    found = asdict(report)
+    found["unlimited_rate"] = report.unlimited / report.blocks
+    for entry, hits in zip(found["hits"], report.hits, strict=True):
         entry |= {"rate": hits.found / report.blocks, "belady_rate": hits.belady / report.blocks}
     cost = report.cost
-    figures["cost"] |= {"match_us": cost.match_us, "insert_us": cost.insert_us, "evict_us": cost.evict_us}
-    path.write_text(json.dumps(figures, indent=1) + "\n")
+    found["cost"] |= {"match_us": cost.match_us, "insert_us": cost.insert_us, "evict_us": cost.evict_us}
+    return found
 
 
 def write_plot(report: PrefixReport, path: Path) -> None:

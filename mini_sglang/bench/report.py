@@ -10,6 +10,7 @@ from mini_sglang.bench.host_time import HostTime
 from mini_sglang.bench.kernel_time import KernelTime
 from mini_sglang.bench.latency import Streams
 from mini_sglang.bench.offline import Offline
+from mini_sglang.bench.output import table
 from mini_sglang.bench.profile import Profile
 from mini_sglang.bench.roofline import Ceilings, Traffic
 
@@ -17,7 +18,7 @@ _NAME_WIDTH = 60
 
 
 def offline_tables(offline: Offline, traffic: Traffic, ceilings: Ceilings) -> list[Table]:
-    runs = _table("Offline throughput", "run", "output tok/s", "seconds", "steps")
+    runs = table("Offline throughput", "run", "output tok/s", "seconds", "steps")
     for index, run in enumerate(offline.runs):
         best = " (counts)" if run is offline.best else ""
         runs.add_row(f"{index + 1}{best}", f"{run.tokens_per_second:,.0f}", f"{run.seconds:.2f}", str(run.steps))
@@ -33,51 +34,51 @@ def offline_tables(offline: Offline, traffic: Traffic, ceilings: Ceilings) -> li
 
 def latency_tables(streams: Sequence[Streams], traffic: Traffic, ceilings: Ceilings) -> list[Table]:
     best = max(streams, key=lambda run: run.tokens_per_second)
-    table = _table("Latency", "run", "tok/s", "first token, ms", "ms a token, median", "99th percentile")
+    made = table("Latency", "run", "tok/s", "first token, ms", "ms a token, median", "99th percentile")
     for index, run in enumerate(streams):
-        table.add_row(
+        made.add_row(
             f"{index + 1}{' (counts)' if run is best else ''}",
             f"{run.tokens_per_second:,.1f}",
             f"{run.first_token_ms:.1f}",
             f"{run.token_ms_median:.3f}",
             f"{run.token_ms_p99:.3f}",
         )
-    return [table, roofline_table(traffic, ceilings, best.seconds)]
+    return [made, roofline_table(traffic, ceilings, best.seconds)]
 
 
 def roofline_table(traffic: Traffic, ceilings: Ceilings, seconds: float) -> Table:
     """What had to be done, the least time each part takes, and how much of the time taken the floor is."""
-    table = _table("Roofline", "", "amount", "at the ceiling, s")
+    made = table("Roofline", "", "amount", "at the ceiling, s")
     for name, num_bytes in (
         ("weights read", traffic.weight_bytes),
         ("KV read", traffic.kv_read_bytes),
         ("KV written", traffic.kv_written_bytes),
     ):
-        table.add_row(name, f"{num_bytes / 1e9:,.2f} GB", f"{num_bytes / ceilings.bytes_per_second:.3f}")
+        made.add_row(name, f"{num_bytes / 1e9:,.2f} GB", f"{num_bytes / ceilings.bytes_per_second:.3f}")
     prompt_seconds = traffic.prompt_flops / ceilings.flops_per_second
-    table.add_row("products of prompts", f"{traffic.prompt_flops / 1e12:,.2f} TFLOP", f"{prompt_seconds:.3f}")
-    table.add_row("products of decodes", f"{traffic.decode_flops / 1e12:,.2f} TFLOP", "with the weights")
+    made.add_row("products of prompts", f"{traffic.prompt_flops / 1e12:,.2f} TFLOP", f"{prompt_seconds:.3f}")
+    made.add_row("products of decodes", f"{traffic.decode_flops / 1e12:,.2f} TFLOP", "with the weights")
     floor = traffic.floor_seconds(ceilings)
-    table.add_row("floor", "", f"{floor:.3f}", end_section=True)
-    table.add_row("taken", f"{floor / seconds:.1%} of the floor's speed", f"{seconds:.3f}")
-    table.caption = (
+    made.add_row("floor", "", f"{floor:.3f}", end_section=True)
+    made.add_row("taken", f"{floor / seconds:.1%} of the floor's speed", f"{seconds:.3f}")
+    made.caption = (
         f"ceilings: copy {ceilings.bytes_per_second / 1e12:.3g} TB/s, product {ceilings.flops_per_second / 1e12:.3g} "
         "TFLOP/s"
     )
-    return table
+    return made
 
 
 def host_table(times: Sequence[HostTime]) -> Table:
     launch = "launch (on a CPU the step itself, and not counted)"
-    table = _table("Host, µs a decode step", "running requests", "schedule", launch, "update", "in all")
+    made = table("Host, µs a decode step", "running requests", "schedule", launch, "update", "in all")
     for time in times:
         parts = (time.schedule_us, time.launch_us, time.update_us, time.total_us)
-        table.add_row(str(time.running), *(f"{part:,.0f}" for part in parts))
-    return table
+        made.add_row(str(time.running), *(f"{part:,.0f}" for part in parts))
+    return made
 
 
 def profile_table(title: str, profiles: Sequence[Profile]) -> Table:
-    table = _table(title, "", *(f"{profile.window} ({profile.steps} steps)" for profile in profiles))
+    made = table(title, "", *(f"{profile.window} ({profile.steps} steps)" for profile in profiles))
     for name, field in (
         ("attention", "attention_ms"),
         ("matrix products", "products_ms"),
@@ -87,25 +88,25 @@ def profile_table(title: str, profiles: Sequence[Profile]) -> Table:
         ("waiting for the host", "host_gaps_ms"),
     ):
         parts = [(getattr(profile, field), profile) for profile in profiles]
-        table.add_row(name, *(f"{part / of.steps:.3f} ({part / of.elapsed_ms:.1%})" for part, of in parts))
-    return table
+        made.add_row(name, *(f"{part / of.steps:.3f} ({part / of.elapsed_ms:.1%})" for part, of in parts))
+    return made
 
 
 def top_table(profile: Profile) -> Table:
-    table = _table(f"Kernels that took most ({profile.window})", "kernel", "ms a step")
+    made = table(f"Kernels that took most ({profile.window})", "kernel", "ms a step")
     for name, milliseconds in profile.top:
-        table.add_row(name[:_NAME_WIDTH], f"{milliseconds / profile.steps:.3f}")
-    return table
+        made.add_row(name[:_NAME_WIDTH], f"{milliseconds / profile.steps:.3f}")
+    return made
 
 
 def kernel_table(times: Sequence[KernelTime], ceilings: Ceilings) -> Table:
-    table = _table(
+    made = table(
         f"Kernels in CUDA graphs (ceilings: {ceilings.bytes_per_second / 1e12:.2f} TB/s, "
         f"{ceilings.flops_per_second / 1e12:.0f} TFLOP/s)",
         "kernel", "shape", "µs", "TB/s", "TFLOP/s", "of ceiling", "of cuDNN",
     )  # fmt: skip
     for time in times:
-        table.add_row(
+        made.add_row(
             time.kernel,
             time.shape,
             f"{time.microseconds:,.1f}",
@@ -114,12 +115,4 @@ def kernel_table(times: Sequence[KernelTime], ceilings: Ceilings) -> Table:
             f"{time.of_ceiling:.0%}",
             "" if time.of_cudnn is None else f"{time.of_cudnn:.0%}",
         )
-    return table
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+    return made

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import resource
 import time
 from collections.abc import Iterator
@@ -16,15 +15,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from mini_sglang.bench.apis import APIS, Sampling
-from mini_sglang.bench.arrivals import arrival_times
 from mini_sglang.bench.datasets import Requests, open_dataset
 from mini_sglang.bench.http_client import NOT_CONNECTED, Exchange, HttpClient
-from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress
-from mini_sglang.bench.pyplot import load_pyplot
+from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress, arrival_times
+from mini_sglang.bench.output import load_pyplot, progress_bar, show
 from mini_sglang.bench.queue_time import QueueTimes
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.bench.serving_figures import Figures, figures_of, medians
@@ -45,17 +42,8 @@ def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_
         load_pyplot()
     runs = asyncio.run(measure(config, open_dataset(config)))
     results = [medians(of_rate) for of_rate in runs]
-    console = Console()
-    for part in serving_report(config, results):
-        console.print(part, markup=False, highlight=False)
-    if json_path is not None:
-        public = dataclasses.replace(config, api_key=None, header=())  # these may be secret
-        figures = {
-            "config": dataclasses.asdict(public),
-            "results": [dataclasses.asdict(result) for result in results],
-            "runs": [[dataclasses.asdict(run) for run in of_rate] for of_rate in runs],
-        }
-        json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    public = dataclasses.replace(config, api_key=None, header=())  # these may be secret
+    show(serving_report(config, results), {"config": public, "results": results, "runs": runs}, json_path)
     if plot_path is not None:
         plot_rates(plot_path, results)
     return any(result.num_completed for result in results)
@@ -155,18 +143,13 @@ def _allow_many_connections() -> None:
 
 @contextlib.contextmanager
 def _progress(total: int, what: str) -> Iterator[OnProgress]:
-    """A progress bar on a terminal's stderr."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-    ) as bar:
+    with progress_bar(TimeElapsedColumn()) as bar:
         task = bar.add_task(what, total=total)
         drawn = 0.0
 
         def on_progress(sent: int, ended: int) -> None:
             nonlocal drawn
-            if console.is_terminal and time.perf_counter() - drawn > _REFRESH_S:
+            if not bar.disable and time.perf_counter() - drawn > _REFRESH_S:
                 drawn = time.perf_counter()
                 bar.update(task, completed=ended, description=f"{what}, {sent - ended} under way", refresh=True)
 

@@ -5,6 +5,7 @@ Knows no servers and no tables.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,7 +123,8 @@ def _keeps(outcome: Outcome, slos: Mapping[str, float]) -> bool:
 
 def medians(runs: Sequence[Figures]) -> Figures:
     """Each figure's median over the runs, percentiles included; of errors, kinds of all runs."""
-    first = runs[0]
+    if len(runs) == 1:
+        return runs[0]
     kinds = {kind for run in runs for kind in run.errors}
     values: dict[str, Any] = {}
     for name in Figures.__dataclass_fields__:
@@ -131,12 +133,9 @@ def medians(runs: Sequence[Figures]) -> Figures:
         if not present:
             values[name] = None
         elif isinstance(present[0], Distribution):
-            parts = Distribution.__dataclass_fields__
-            values[name] = Distribution(
-                *(statistics.median(getattr(value, part) for value in present) for part in parts)
-            )
+            values[name] = Distribution(*map(statistics.median, zip(*map(dataclasses.astuple, present), strict=True)))
         elif not isinstance(present[0], dict):
             values[name] = statistics.median(present)
     values["errors"] = {kind: statistics.median(run.errors.get(kind, 0) for run in runs) for kind in sorted(kinds)}
     values["details"] = {kind: detail for run in runs for kind, detail in run.details.items()}
-    return first if len(runs) == 1 else Figures(**values)
+    return Figures(**values)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mini_sglang.bench.pyplot import load_pyplot
+from mini_sglang.bench.output import load_pyplot, table
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.bench.serving_figures import Distribution, Figures
 
@@ -37,13 +37,11 @@ def serving_report(config: ServingConfig, results: Sequence[Figures]) -> list[Ta
 
 
 def _table_of(figures: Figures) -> Table:
-    table = _table("", *_PARTS)
+    made = table("", "", *_PARTS)
     for title, name in _ROWS.items():
         distribution: Distribution | None = getattr(figures, name)
-        table.add_row(
-            title, *(_short(None if distribution is None else getattr(distribution, part)) for part in _PARTS)
-        )
-    return table
+        made.add_row(title, *(_short(None if distribution is None else getattr(distribution, part)) for part in _PARTS))
+    return made
 
 
 def _load_of(config: ServingConfig, figures: Figures) -> str:
@@ -70,10 +68,11 @@ def _lines_of(figures: Figures) -> list[str]:
 
 
 def _rates_table(results: Sequence[Figures]) -> Table:
-    table = _table("sent/s", "done/s", "good/s", "TTFT p50", "p99", "ITL p50", "p99", "tokens/s", "errors")
+    made = table("", "sent/s", "done/s", "good/s", "TTFT p50", "p99", "ITL p50", "p99", "tokens/s", "errors")
+    made.columns[0].justify = "right"
     for figures in results:
         ttft, itl = figures.ttft_ms, figures.itl_ms
-        table.add_row(
+        made.add_row(
             f"{figures.rate:g}",
             f"{figures.requests_per_second:,.2f}",
             "–" if figures.goodput is None else f"{figures.goodput:,.2f}",
@@ -81,14 +80,7 @@ def _rates_table(results: Sequence[Figures]) -> Table:
             f"{figures.output_tokens_per_second:,.1f}",
             f"{sum(figures.errors.values()):g}",
         )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    return table
+    return made
 
 
 def _short(value: float | None) -> str:

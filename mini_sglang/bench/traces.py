@@ -11,15 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
-
-TraceFormat = Literal["mooncake", "bailian", "azure"]
-BLOCK_SIZES: dict[TraceFormat, int] = {"mooncake": 512, "bailian": 16, "azure": 512}
-
-Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +78,24 @@ def block_tokens(hash_ids: Sequence[int], block_size: int, vocab: range, seed: i
     return mixed + np.uint64(vocab.start)
 
 
-def read_trace(path: Path, format: TraceFormat | None = None) -> list[TraceRow]:
-    """The requests of a trace in the order of their arrival. Without `format` the file tells it.
+def read_trace(path: Path) -> list[TraceRow]:
+    """The requests of a trace in the order of their arrival; its first line tells the format.
 
-    mooncake: JSONL with `timestamp` (ms), `input_length`, `output_length` and one of `hash_ids` per 512 tokens.
-    bailian: JSONL with `timestamp` (s), the same lengths, `hash_ids` per 16 tokens, `chat_id` and `parent_chat_id`
-    (-1: none).
-    azure: CSV with TIMESTAMP, ContextTokens and GeneratedTokens.
+    Mooncake: JSONL with `timestamp` (ms), `input_length`, `output_length` and one of `hash_ids` per 512 tokens.
+    Qwen-Bailian: JSONL with `timestamp` (s), the same lengths, `hash_ids` per 16 tokens, `chat_id` and
+    `parent_chat_id` (-1: none).
+    Azure: CSV with TIMESTAMP, ContextTokens and GeneratedTokens.
     Raises ValueError that names file and line for what cannot be read.
     """
-    rows = list(_READERS[format or detect_format(path)](path))
+    with path.open(encoding="utf-8") as file:
+        first = file.readline()
+    if "ContextTokens" in first:
+        rows = list(_read_azure(path))
+    elif "input_length" in first:
+        is_bailian = "chat_id" in first
+        rows = list(_read_json_lines(path, _Blocks(16 if is_bailian else 512), units=1 if is_bailian else 1000))
+    else:
+        raise ValueError(f"{path} is no known trace: its first line is {first[:80]!r}")
     if not rows:
         raise ValueError(f"{path} holds no request")
     rows.sort(key=lambda row: row.timestamp)
@@ -100,45 +103,36 @@ def read_trace(path: Path, format: TraceFormat | None = None) -> list[TraceRow]:
     return [replace(row, timestamp=row.timestamp - start) for row in rows]
 
 
-def detect_format(path: Path) -> TraceFormat:
-    """By the name and the first line of the file. Raises ValueError if that is no known trace."""
-    with path.open(encoding="utf-8") as file:
-        first = file.readline()
-    if "ContextTokens" in first:
-        return "azure"
-    if "input_length" in first:
-        return "bailian" if "chat_id" in first else "mooncake"
-    raise ValueError(f"{path} is no known trace: its first line is {first[:80]!r}")
+class _Line(msgspec.Struct):
+    """A request in JSON; the chats are Bailian's."""
 
-
-class _MooncakeLine(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
     hash_ids: list[int] = []
-
-
-class _BailianLine(_MooncakeLine):
     chat_id: int | None = None
     parent_chat_id: int = -1
 
 
-def _read_mooncake(path: Path) -> Iterator[TraceRow]:
-    blocks = _Blocks("mooncake")
-    for number, line in _json_lines(path, _MooncakeLine):
-        yield blocks.row(f"{path}:{number}", line.timestamp / 1e3, line.input_length, line.output_length, line.hash_ids)
-
-
-def _read_bailian(path: Path) -> Iterator[TraceRow]:
-    blocks = _Blocks("bailian")
-    for number, line in _json_lines(path, _BailianLine):
-        row = blocks.row(f"{path}:{number}", line.timestamp, line.input_length, line.output_length, line.hash_ids)
-        parent = None if line.parent_chat_id < 0 else line.parent_chat_id
-        yield replace(row, chat_id=line.chat_id, parent_chat_id=parent)
+def _read_json_lines(path: Path, blocks: _Blocks, units: int) -> Iterator[TraceRow]:
+    """The request of each line that is not blank; a second is `units` of a timestamp's."""
+    decode = msgspec.json.Decoder(_Line).decode
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if text.isspace():
+                continue
+            try:
+                line = decode(text)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{path}:{number} is no request of a trace: {error}") from error
+            lengths, seconds = (line.input_length, line.output_length), line.timestamp / units
+            row = blocks.row(f"{path}:{number}", seconds, *lengths, line.hash_ids)
+            parent = None if line.parent_chat_id < 0 else line.parent_chat_id
+            yield replace(row, chat_id=line.chat_id, parent_chat_id=parent)
 
 
 def _read_azure(path: Path) -> Iterator[TraceRow]:
-    blocks = _Blocks("azure")
+    blocks = _Blocks(512)
     with path.open(encoding="utf-8", newline="") as file:
         for number, record in enumerate(csv.DictReader(file), start=2):
             where = f"{path}:{number}"
@@ -150,14 +144,11 @@ def _read_azure(path: Path) -> Iterator[TraceRow]:
             yield blocks.row(where, timestamp, *lengths, [])
 
 
-_READERS = {"mooncake": _read_mooncake, "bailian": _read_bailian, "azure": _read_azure}
-
-
 class _Blocks:
     """Makes rows of one format and gives blocks without an id one of their own."""
 
-    def __init__(self, format: TraceFormat) -> None:
-        self._block_size = BLOCK_SIZES[format]
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._num_fresh = 0
 
     def row(self, where: str, timestamp: float, input_length: int, output_length: int, hash_ids: list[int]) -> TraceRow:
@@ -171,15 +162,3 @@ class _Blocks:
         ids += range(-self._num_fresh - 1, -self._num_fresh - num_missing - 1, -1)
         self._num_fresh += num_missing
         return TraceRow(timestamp, input_length, max(1, output_length), tuple(ids), self._block_size)
-
-
-def _json_lines(path: Path, kind: type[Line]) -> Iterator[tuple[int, Line]]:
-    """(number, content) of each line that is not blank."""
-    decode = msgspec.json.Decoder(kind).decode
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.isspace():
-                try:
-                    yield number, decode(line)
-                except msgspec.DecodeError as error:
-                    raise ValueError(f"{path}:{number} is no request of a trace: {error}") from error

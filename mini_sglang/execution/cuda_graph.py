@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from mini_sglang.attention.transfer import staged
+from mini_sglang.attention.kv_pool import staged
 
 if TYPE_CHECKING:  # it needs Triton
     from mini_sglang.execution.pinned_ring import PinnedRing

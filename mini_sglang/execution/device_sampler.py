@@ -1,7 +1,7 @@
 """How each running request is sampled, kept on a GPU by slot, and the draw by it, in a graph or outside.
 
-It draws the tokens that `sampler.py` defines; rows that are biased (`is_biased` there) are drawn again by that.
-Needs Triton, so it is imported only where there is a GPU.
+The kernels draw the tokens that `sampler.py` defines; rows that they cannot draw (`needs_torch_sampler`) are drawn
+again by PyTorch. Needs Triton, so it is imported only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.execution.sampler import Sampled, TorchSampler, is_biased, is_penalised
+from mini_sglang.execution.sampler import Sampled, TorchSampler, is_penalised, needs_torch_sampler
 from mini_sglang.kernels.triton.sampling import PROMPT, SlotState, sample_slots
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch
 
 _MAX_COUNT = 2**15 - 1
 _PLAIN_GREEDY = SamplingParams(temperature=0)
@@ -27,7 +27,7 @@ class DeviceSampler:
     def __init__(self, table: RequestTable, vocab_size: int) -> None:
         self._table = table
         self._torch = TorchSampler(table)
-        self._wanting_more: set[int] = set()  # slots with a bias or log-probabilities
+        self._to_complete: set[int] = set()  # slots whose rows are drawn again or have log-probabilities
         self._vocab_size = vocab_size
         slots, device = table.num_computed.shape[0], table.num_computed.device
         greedy = torch.tensor(_settings(_PLAIN_GREEDY, vocab_size), dtype=torch.float64, device=device)
@@ -43,18 +43,18 @@ class DeviceSampler:
     def take(self, batch: ScheduledBatch) -> None:
         """Take in the requests that came into a slot, and what the step's rows under a grammar may draw."""
         self._torch.take(batch)
-        new_rows = batch.new_rows
-        if not new_rows:
+        new_requests = batch.new_requests
+        if not new_requests:
             return
-        slots = self._table.send([new.slot for new in new_rows])
-        # a biased row is drawn again: here it is anything cheap
-        drawn = [_PLAIN_GREEDY if is_biased(new.params) else new.params for new in new_rows]
+        slots = self._table.send([new.slot for new in new_requests])
+        # a row that is drawn again is drawn here in the cheapest way
+        drawn = [_PLAIN_GREEDY if needs_torch_sampler(new.params) else new.params for new in new_requests]
         settings = [_settings(params, self._vocab_size) for params in drawn]
         self._state.settings[slots] = self._table.send(settings, torch.float64)
-        self._state.seeds[slots] = self._table.send([new.seed for new in new_rows])
-        for new, params in zip(new_rows, drawn, strict=True):
-            wants_more = is_biased(new.params) or new.params.logprobs is not None
-            (self._wanting_more.add if wants_more else self._wanting_more.discard)(new.slot)
+        self._state.seeds[slots] = self._table.send([new.seed for new in new_requests])
+        for new, params in zip(new_requests, drawn, strict=True):
+            wants_more = needs_torch_sampler(new.params) or new.params.logprobs is not None
+            (self._to_complete.add if wants_more else self._to_complete.discard)(new.slot)
             if is_penalised(params):
                 self._count(new)
 
@@ -71,14 +71,14 @@ class DeviceSampler:
 
         `on_host` is where the step leaves its tokens by itself; it holds only if nothing is drawn again.
         """
-        if not self._wanting_more or self._wanting_more.isdisjoint(row.slot for row in rows):
+        if not self._to_complete or self._to_complete.isdisjoint(row.slot for row in rows):
             return Sampled(token_ids, [None] * len(rows), on_host=on_host)
-        biased = [index for index, row in enumerate(rows) if is_biased(self._table.request(row.slot).params)]
+        biased = [index for index, row in enumerate(rows) if needs_torch_sampler(self._table.request(row.slot).params)]
         if biased:
             token_ids[biased] = self._torch.draw([rows[index] for index in biased], logits[biased])
         return Sampled(token_ids, self._torch.logprobs(rows, logits, token_ids))
 
-    def _count(self, new: NewRow) -> None:
+    def _count(self, new: NewRequest) -> None:
         prompt, output = self._table.send(new.token_ids).tensor_split([new.num_prompt_tokens])
         counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=output.device)
         counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32)).clamp_(max=_MAX_COUNT)

@@ -39,7 +39,7 @@ class StepHandle:
         self,
         sampled: Sampled,
         host_buffer: _HostBuffer | None,
-        host_buffers: list[_HostBuffer],
+        free_buffers: list[_HostBuffer],
         workers: WorkerGroup | None = None,
     ) -> None:
         self.device_us: int | None = None  # known with the result, where steps are timed
@@ -47,8 +47,8 @@ class StepHandle:
         self._logprobs = sampled.logprobs
         self._prompt_logprobs = sampled.prompt_logprobs
         self._token_ids: torch.Tensor | memoryview[int] = sampled.token_ids
-        self._host_buffers = host_buffers  # those that are free
-        self._host_buffer = host_buffer
+        self._free_buffers = free_buffers  # those that are free
+        self._buffer = host_buffer
         self._result: StepResult | None = None
         if host_buffer is not None:
             if sampled.on_host is not None:
@@ -61,12 +61,12 @@ class StepHandle:
     def result(self) -> StepResult:
         """Return what the step sampled. The first call waits for it."""
         if self._result is None:
-            if self._host_buffer is not None:
-                self._wait_for(self._host_buffer.arrived)
+            if self._buffer is not None:
+                self._wait_for(self._buffer.arrived)
             self._result = StepResult(self._token_ids.tolist(), self._logprobs, self._prompt_logprobs)
-            if self._host_buffer is not None:  # it was read, so the next step may use it
-                self.device_us = _elapsed_us(self._host_buffer)
-                self._host_buffers.append(self._host_buffer)
+            if self._buffer is not None:  # it was read, so the next step may use it
+                self.device_us = _elapsed_us(self._buffer)
+                self._free_buffers.append(self._buffer)
         return self._result
 
     def _wait_for(self, arrived: torch.cuda.Event) -> None:
@@ -114,7 +114,7 @@ class Executor:
         model_config = load_model_config(self.source)
         resolved = resolve(config, model_config, self.source)
         fit_pages = config.num_pages is None and resolved.device == "cuda"
-        self._host_buffers: list[_HostBuffer] = []  # those that no launched step uses
+        self._free_buffers: list[_HostBuffer] = []  # those that no launched step uses
         self._closed = False
         self._workers = _start_workers(resolved, fit_pages) if resolved.tp > 1 else None
         try:
@@ -136,15 +136,15 @@ class Executor:
         """Start a step. On a CPU it has finished when this returns, on a GPU it has been queued."""
         host_buffer = None if self.config.device == "cpu" else self._take_host_buffer()
         if self._workers is None:
-            return StepHandle(self._runner.run(batch), host_buffer, self._host_buffers)
+            return StepHandle(self._runner.run(batch), host_buffer, self._free_buffers)
         with self._workers.step():
             self._workers.broadcast(batch)
-            return StepHandle(self._runner.run(batch), host_buffer, self._host_buffers, self._workers)
+            return StepHandle(self._runner.run(batch), host_buffer, self._free_buffers, self._workers)
 
     def _take_host_buffer(self) -> _HostBuffer:
         """Return a buffer for the step that is launched next, a used one if there is any."""
-        if self._host_buffers:
-            host_buffer = self._host_buffers.pop()
+        if self._free_buffers:
+            host_buffer = self._free_buffers.pop()
         else:
             timed = self.config.step_log is not None
             token_ids = torch.empty(self.config.max_running_requests, dtype=torch.int64, pin_memory=True)

@@ -77,7 +77,10 @@ class GraphSteps:
         return GraphStep(self._sampler.draw(logits, inputs.slots, inputs.positions), logits)
 
     def decode(self, slots: torch.Tensor) -> GraphStep:
-        """Compute the next token of each slot, by what the device knows alone, and append it. slots [R] int64"""
+        """Compute the next token of each slot, by what the device knows alone, and append it. slots [R] int64
+
+        The draw writes the token and moves `num_computed` on, so the next replay finds its inputs.
+        """
         table = self._table
         inputs = decode_inputs(slots, table.num_computed, table.tokens, table.page_table, table.page_size)
         plan = self._backend.plan_decode(inputs.page_table, inputs.cells, inputs.lengths)

@@ -59,7 +59,7 @@ class ModelRunner:
 
     def take(self, batch: ScheduledBatch) -> dict[int, int]:
         """Take in what the batch brings beside rows; returns the new pages, by their place in the flat page table."""
-        self.table.take(batch.new_rows)
+        self.table.take(batch.new_requests)
         self._sampler.take(batch)
         self._pool.copy_pages(batch.page_copies)
         return self.table.places_of(batch.new_pages)
@@ -81,8 +81,8 @@ class ModelRunner:
     def forward_batch(self, rows: list[Row], also_wanted: Sequence[int] = ()) -> ForwardBatch:
         """The tensors of a step; logits are wanted of rows that sample, and of the tokens `also_wanted` behind them."""
         inputs = self.table.expand(rows)
-        logit_rows = inputs.logit_rows
+        logits_indices = inputs.logits_indices
         if also_wanted:
-            logit_rows = torch.cat((logit_rows, self.table.send(also_wanted)))
+            logits_indices = torch.cat((logits_indices, self.table.send(also_wanted)))
         backend = self._backends.decode if max(inputs.attention.counts) == 1 else self._backends.prefill
-        return ForwardBatch(inputs.input_ids, inputs.positions, logit_rows, backend.plan(inputs.attention))
+        return ForwardBatch(inputs.input_ids, inputs.positions, logits_indices, backend.plan(inputs.attention))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mini_sglang.attention.base import PrefillGraphBackend
-from mini_sglang.attention.transfer import staged
+from mini_sglang.attention.kv_pool import staged
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
 from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
 from mini_sglang.layers.forward_batch import ForwardBatch
@@ -95,7 +95,7 @@ class PackedInputs:
         table, rows = self._table, self.max_rows
         per_row, per_sample = self._packed[: 3 * (rows + 1)], self._packed[3 * (rows + 1) : 6 * rows + 3]
         slots, starts, counts = per_row.view(3, rows + 1)
-        sampling_slots, sampling_positions, logit_rows = per_sample.view(3, rows)
+        sampling_slots, sampling_positions, logits_indices = per_sample.view(3, rows)
         slot_of_token, positions = spread(slots, starts, counts, size)
         positions = torch.where(slot_of_token == table.idle_slot, 0, positions)
         table.num_computed[slots] = torch.where(slots == table.idle_slot, 0, starts + counts)
@@ -108,7 +108,7 @@ class PackedInputs:
         )
         input_ids = table.tokens[slot_of_token, positions]
         return PrefillInputs(
-            ForwardBatch(input_ids, positions, logit_rows, plan), sampling_slots, sampling_positions.int()
+            ForwardBatch(input_ids, positions, logits_indices, plan), sampling_slots, sampling_positions.int()
         )
 
 

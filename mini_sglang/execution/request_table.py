@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from mini_sglang.attention.base import AttentionMetadata
-from mini_sglang.attention.transfer import send
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row
+from mini_sglang.attention.kv_pool import send
+from mini_sglang.scheduling.batch import NewPages, NewRequest, Row
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StepInputs:
 
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
-    logit_rows: torch.Tensor  # [S] int64: index among the T tokens of each sampling row's last token
+    logits_indices: torch.Tensor  # [S] int64: index among the T tokens of each sampling row's last token
     attention: AttentionMetadata
 
 
@@ -47,7 +47,7 @@ class RequestTable:
         self.page_table = torch.zeros(num_slots + 1, num_pages, dtype=torch.int64, device=device)
         self.page_table[self.idle_slot] = idle_page
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._requests: list[NewRow | None] = [None] * num_slots
+        self._requests: list[NewRequest | None] = [None] * num_slots
         self._asking: set[int] = set()  # slots whose requests ask for log-probabilities of the prompt
 
     @staticmethod
@@ -56,15 +56,15 @@ class RequestTable:
         tokens, pages = context_length + 1, -(-context_length // page_size)
         return tokens * torch.int32.itemsize + (pages + 1) * torch.int64.itemsize
 
-    def take(self, new_rows: Sequence[NewRow]) -> None:
+    def take(self, new_requests: Sequence[NewRequest]) -> None:
         """Take in the requests that get a slot with this step."""
-        for new in new_rows:
+        for new in new_requests:
             self.tokens[new.slot, : len(new.token_ids)] = self.send(new.token_ids)
             self._requests[new.slot] = new
             asks = new.params.prompt_logprobs is not None
             (self._asking.add if asks else self._asking.discard)(new.slot)
 
-    def request(self, slot: int) -> NewRow:
+    def request(self, slot: int) -> NewRequest:
         """Return the request in a slot, as it came. Raises ValueError if the slot never held one."""
         request = self._requests[slot]
         if request is None:
@@ -105,7 +105,7 @@ class RequestTable:
         return StepInputs(
             input_ids=self.tokens[slots, positions],
             positions=positions,
-            logit_rows=self.send(last_tokens_of_sampling_rows(rows), torch.int64),
+            logits_indices=self.send(last_tokens_of_sampling_rows(rows), torch.int64),
             attention=AttentionMetadata(
                 starts=starts,
                 counts=counts,

@@ -1,4 +1,6 @@
-"""From logits to tokens, for all rows at once and each row as if it were alone.
+"""From logits to tokens, for all rows at once and each row as if it were alone: the definition, in PyTorch.
+
+It runs on a CPU. On a GPU `device_sampler.py` draws the same tokens, and comes here only for rows that no kernel draws.
 
 Order per row: logit bias and allowed tokens, the grammar's mask, penalties, ends held back by `min_tokens`,
 temperature, top-k, top-p, min-p, draw. Of equal logits the smaller token id counts as the more likely, so what a
@@ -30,7 +32,7 @@ class Sampled:
     """What a step sampled, one entry per sampling row. The tokens may still be on their way on the device."""
 
     token_ids: torch.Tensor  # [S] int64
-    logprobs: list[TokenLogprobs | None]
+    logprobs: list[TokenLogprobs | None]  # the host has waited for these, if a row asks for them
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the rows that ask, by slot
     on_host: memoryview[int] | None = None  # [S], where the step leaves token_ids by itself
 
@@ -154,7 +156,8 @@ def look_up(logits: torch.Tensor, token_ids: torch.Tensor, counts: list[int]) ->
     ]
 
 
-def is_biased(params: SamplingParams) -> bool:
+def needs_torch_sampler(params: SamplingParams) -> bool:
+    """Whether no Triton kernel can draw the row: it has a bias, allowed tokens, a grammar or `min_tokens`."""
     biased = bool(params.logit_bias) or params.allowed_token_ids is not None
     return biased or _holds_back(params) or params.is_constrained
 
@@ -168,7 +171,7 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 def _changes_logits(params: SamplingParams) -> bool:
-    return is_biased(params) or is_penalised(params)
+    return needs_torch_sampler(params) or is_penalised(params)
 
 
 def _filters(params: SamplingParams) -> bool:

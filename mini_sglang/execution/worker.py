@@ -29,7 +29,7 @@ from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel.tensor_parallel import TensorParallel
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRequest, Row, ScheduledBatch
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import load_dummy_weights, load_weights
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
@@ -92,13 +92,14 @@ class Worker:
             self.num_pages = parallel.minimum(self._fitting_pages(model)) if fit_pages else config.num_pages
             check()
             self.runner = self._warmed_up(self._make_eager(model, self.num_pages))
-        parallel.minimum(0)  # until all ranks have come so far
+        parallel.barrier()
         check()
 
     def _precompile(self, placement: Placement) -> Precompile | None:
         """Begin to compile the kernels of all steps where they are Triton's, so that it goes on while weights load.
 
-        A model of two layers needs the same kernels as the whole: all layers but the last are alike.
+        A model of two layers needs the same kernels as the whole, where all layers but the last are alike; what others
+        need is compiled when it first runs.
         """
         if set(self.config.attention_backend.split(",")) != {"triton"}:
             return None
@@ -204,7 +205,7 @@ class Worker:
         return ScheduledBatch(
             step=0,
             rows=[Row(slot=0, start=0, count=tokens, samples=True)],
-            new_rows=[NewRow(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
+            new_requests=[NewRequest(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
             new_pages=[NewPages(slot=0, first_index=0, page_ids=list(range(self._pages(tokens))))],
             page_copies=[],
         )

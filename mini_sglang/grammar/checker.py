@@ -1,8 +1,8 @@
 """Whether a grammar compiles, found out in a child process that can be killed: no schema takes down a server.
 
-The child, `python -m mini_sglang.grammar.checker`, reads a vocabulary, then grammars, and answers each with what is
-wrong with it; messages are msgpack behind four bytes of length. A grammar that takes longer than the limit, or more
-memory than the child may have, gets the child killed and is refused; a new child takes the next one.
+The child, `python -m mini_sglang.grammar.checker FD`, gets a vocabulary, then grammars, all in msgpack, and answers
+each with what is wrong with it. If a grammar takes longer than the limit, or more memory than the child may have, the
+child is killed and the grammar refused; a new child takes the next one.
 """
 
 from __future__ import annotations
@@ -11,166 +11,140 @@ import asyncio
 import contextlib
 import resource
 import signal
-import struct
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from mini_sglang.child_process import leave_signals_to_parent
 from mini_sglang.errors import FieldError
-from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, error_field, grammar_key, grammar_only
+from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, error_field, grammar_key
 from mini_sglang.sampling_params import SamplingParams
 
 LIMIT_S = 0.5  # for one grammar; honest ones take milliseconds
 _ALARM_S = 2  # after which the child ends itself, should its parent be gone
 _MEMORY = 256 << 20  # bytes that a grammar may take
 _REMEMBERED = 1024  # grammars
-_LENGTH = struct.Struct("<I")
+_REFUSAL = f"takes more than {LIMIT_S} s or {_MEMORY >> 20} MiB to compile; make it smaller"
 
 
 class GrammarChecker:
     """Checks grammars against one vocabulary, one at a time, and remembers the outcome. Belongs to one event loop.
 
-    The child is started for the first grammar, since many servers never see one. `make_vocabulary` runs in a thread.
+    The child is started for the first grammar, since many servers never see one. A thread of its own starts it and
+    talks to it; `make_vocabulary` runs there too.
     """
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._vocabulary: bytes | None = None
-        self._child: asyncio.Task[asyncio.subprocess.Process] | None = None
-        self._turn = asyncio.Lock()
-        self._checks: dict[bytes, asyncio.Task[str]] = {}  # under way, by grammar
-        self._found: OrderedDict[bytes, str] = OrderedDict()  # the problem of a grammar; empty if it has none
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None  # to the child
+        self._thread = ThreadPoolExecutor(1, "grammar-checker")
+        self._checks: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()  # what is wrong with a grammar, if known
 
     async def check(self, params: SamplingParams) -> None:
         """Raise FieldError if the grammar that `params` ask for does not compile."""
         key = grammar_key(params)
-        problem = self._found.get(key)
-        if problem is None:
-            if key not in self._checks:  # a task of its own: a caller that leaves must not stop it half-way
-                self._checks[key] = asyncio.create_task(self._check(params, key))
-                self._checks[key].add_done_callback(lambda _: self._checks.pop(key))
-            problem = await asyncio.shield(self._checks[key])
+        check = self._checks.get(key)
+        if check is None:
+            check = self._checks[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._check, key)
+            check.add_done_callback(partial(self._forget_failure, key))
+            if len(self._checks) > _REMEMBERED:
+                self._checks.popitem(last=False)
+        try:
+            problem = await asyncio.shield(check)  # a caller that leaves must not stop it for the others
+        except TimeoutError:
+            problem = _REFUSAL
         if problem:
             raise FieldError(error_field(params), problem)
 
     async def close(self) -> None:
         """End the child."""
-        for check in [*self._checks.values()]:
+        for check in self._checks.values():
             check.cancel()
-        await self._end_child()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._child is not None:
+            self._child.kill()
+            await asyncio.to_thread(self._child.wait)
 
-    async def _check(self, params: SamplingParams, key: bytes) -> str:
-        """The problem of a grammar; empty if it has none."""
-        async with self._turn:
-            try:
-                child = await self._living_child()
-                async with asyncio.timeout(LIMIT_S):
-                    problem = (await _ask(child, msgspec.msgpack.encode(grammar_only(params)))).decode()
-                self._remember(key, problem)
-                return problem
-            except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-                await self._end_child()
-                self._begin_child()
-                memory = _MEMORY >> 20
-                return f"takes more than {LIMIT_S} s or {memory} MiB to compile; make it smaller"
-            except BaseException:  # nobody knows where the conversation stands
-                await self._end_child()
-                raise
+    def _forget_failure(self, key: bytes, check: asyncio.Future[str]) -> None:
+        """Forget a check without an outcome: another time its limit may not be reached."""
+        if check.cancelled() or check.exception() is not None:
+            self._checks.pop(key, None)
 
-    def _remember(self, key: bytes, problem: str) -> None:
-        """Not what a limit says, which another time may not be reached."""
-        self._found[key] = problem
-        if len(self._found) > _REMEMBERED:
-            self._found.popitem(last=False)
+    # What follows runs in the thread.
 
-    async def _living_child(self) -> asyncio.subprocess.Process:
-        child = await asyncio.shield(self._child or self._begin_child())
-        if child.returncode is not None:
-            child = await asyncio.shield(self._begin_child())
-        return child
+    def _check(self, grammar: bytes) -> str:
+        """What is wrong with a grammar; empty if nothing is. Raises TimeoutError if it goes beyond a limit."""
+        try:
+            self._need_child()
+            return self._ask(grammar, LIMIT_S)
+        except (EOFError, ConnectionError, TimeoutError):
+            self._end_child()
+            self._thread.submit(self._need_child)
+            raise TimeoutError from None
+        except BaseException:  # nobody knows where the conversation stands
+            self._end_child()
+            raise
 
-    def _begin_child(self) -> asyncio.Task[asyncio.subprocess.Process]:
-        self._child = asyncio.create_task(self._start())
-        return self._child
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "mini_sglang.grammar.checker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+    def _need_child(self) -> None:
+        """Start a child, unless there is one."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        self._pipe, childs_end = Pipe()
+        fd = childs_end.fileno()
+        command = (sys.executable, "-m", "mini_sglang.grammar.checker", str(fd))
+        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(fd,))
+        childs_end.close()
         try:
             if self._vocabulary is None:  # while the child loads its libraries
-                self._vocabulary = msgspec.msgpack.encode(await asyncio.to_thread(self._make_vocabulary))
-            await _ask(child, self._vocabulary)
+                self._vocabulary = msgspec.msgpack.encode(self._make_vocabulary())
+            self._ask(self._vocabulary)
         except BaseException:
-            await _kill(child)
+            self._end_child()
             raise
-        return child
 
-    async def _end_child(self) -> None:
-        starting, self._child = self._child, None
-        if starting is None:
-            return
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, asyncio.IncompleteReadError, OSError):
-            await _kill(await starting)
+    def _ask(self, message: bytes, timeout: float | None = None) -> str:
+        """Send one message and wait for the answer. Raises EOFError or ConnectionError if the child is gone."""
+        assert self._pipe is not None
+        self._pipe.send_bytes(message)
+        if not self._pipe.poll(timeout):
+            raise TimeoutError
+        return self._pipe.recv_bytes().decode()
 
-
-async def _ask(child: asyncio.subprocess.Process, message: bytes) -> bytes:
-    """Send one message and wait for the answer. Raises IncompleteReadError or ConnectionError if the child is gone."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    child.stdin.write(_LENGTH.pack(len(message)) + message)
-    await child.stdin.drain()
-    (length,) = _LENGTH.unpack(await child.stdout.readexactly(_LENGTH.size))
-    return await child.stdout.readexactly(length)
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
 
 
-async def _kill(child: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        child.kill()
-    await child.wait()
-
-
-def main() -> int:
+def main(fd: int) -> int:
     """The child: serves until its parent closes the pipe."""
     leave_signals_to_parent()
-    vocabulary = _receive()
-    if vocabulary is None:
-        return 1
-    compiler = GrammarCompiler(msgspec.msgpack.decode(vocabulary, type=Vocabulary), num_cached=0)
-    _limit_memory()
-    _answer("")
-    while (message := _receive()) is not None:
-        params = msgspec.msgpack.decode(message, type=SamplingParams)
-        signal.alarm(_ALARM_S)
-        try:
-            compiler.compile(params)
-        except FieldError as error:
-            _answer(error.problem)
-        else:
-            _answer("")
-        signal.alarm(0)
+    pipe = Connection(fd)
+    with contextlib.suppress(EOFError):
+        compiler = GrammarCompiler(msgspec.msgpack.decode(pipe.recv_bytes(), type=Vocabulary), num_cached=0)
+        _limit_memory()
+        pipe.send_bytes(b"")
+        while True:
+            params = msgspec.msgpack.decode(pipe.recv_bytes(), type=SamplingParams)
+            problem = ""
+            signal.alarm(_ALARM_S)
+            try:
+                compiler.compile(params)
+            except FieldError as error:
+                problem = error.problem
+            pipe.send_bytes(problem.encode(errors="replace"))
+            signal.alarm(0)
     return 0
-
-
-def _receive() -> bytes | None:
-    header = sys.stdin.buffer.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(header)
-    return sys.stdin.buffer.read(length)
-
-
-def _answer(text: str) -> None:
-    data = text.encode(errors="replace")
-    sys.stdout.buffer.write(_LENGTH.pack(len(data)) + data)
-    sys.stdout.buffer.flush()
 
 
 def _limit_memory() -> None:
@@ -182,4 +156,4 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

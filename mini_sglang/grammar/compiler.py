@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.grammar.closing import EndingFinder
-from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.sampling_params import Json, SamplingParams
 
 if TYPE_CHECKING:  # importing transformers takes a second
     from mini_sglang.text.tokenizer import Tokenizer
@@ -206,18 +206,13 @@ def unsupported(params: SamplingParams, reason: str) -> FieldError:
 
 
 def grammar_key(params: SamplingParams) -> bytes:
-    """Equal for equal grammars."""
-    field = params.grammar_field
-    return msgspec.msgpack.encode((field, getattr(params, field or ""), params.grammar_after))
-
-
-def grammar_only(params: SamplingParams) -> SamplingParams:
-    """The part of `params` that the grammar depends on."""
+    """The part of `params` that the grammar depends on, as SamplingParams in msgpack. Equal for equal grammars."""
     field = params.grammar_field or ""
-    return SamplingParams(**{field: getattr(params, field)}, grammar_after=params.grammar_after)
+    only = SamplingParams(**{field: getattr(params, field)}, grammar_after=params.grammar_after)
+    return msgspec.msgpack.encode(only)
 
 
-def _body(params: SamplingParams) -> dict[str, Any]:
+def _body(params: SamplingParams) -> Json:
     """One entry of llguidance's list of grammars."""
     if params.response_format is not None:
         return {"json_schema": _schema_of(params.response_format)}
@@ -234,14 +229,14 @@ def _body(params: SamplingParams) -> dict[str, Any]:
     return {"lark_grammar": params.tool_grammar}
 
 
-def _schema_of(response_format: dict[str, Any]) -> dict[str, Any]:
+def _schema_of(response_format: Json) -> Json:
     if response_format["type"] == "json_object":
         return _with_options({"type": "object"}, strict=True)
     named = response_format["json_schema"]
     return _with_options(named["schema"], strict=bool(named.get("strict")))
 
 
-def _with_options(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def _with_options(schema: Mapping[str, Any], *, strict: bool) -> Json:
     """A schema with llguidance's options in it, in place of what a caller may have put there.
 
     Unless it is strict, as OpenAI calls it, what cannot be held to (`uniqueItems`, …) is left to the model.

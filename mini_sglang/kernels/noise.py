@@ -27,7 +27,7 @@ def exponential_noise(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tens
     """
     bits = _hash(token_ids * _signed32(0x9E3779B9) + keys.unsqueeze(1)) & 0x7FFFFFFF
     uniform = (bits.float() + 0.5) * 2.0**-31  # in (0, 1], finest near 0, where the winners of the tail lie
-    uniform.clamp_max_(1 - 2.0**-24)  # a token that takes forever would lose against one that is not in the race
+    uniform.clamp_max_(1 - 2.0**-24)  # infinite noise would score -inf, as a masked token does, and that might be drawn
     return uniform.neg_().log1p_().neg_()
 
 

@@ -55,8 +55,8 @@ class Attention:
         rotation, target = Rotation(*self._rotary, step.positions), step.plan.target(self._layer)
         q = self._kernels.rope_store(qkv, rotation, target, q_norm, k_norm, self._eps)
         attended = step.plan.attend(q, self._layer).flatten(1)
-        if self._is_last and step.logit_rows is not None:
-            x, attended = x[step.logit_rows], attended[step.logit_rows]
+        if self._is_last and step.logits_indices is not None:
+            x, attended = x[step.logits_indices], attended[step.logits_indices]
         return self._out.add_to(x, attended)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:

@@ -13,5 +13,5 @@ from mini_sglang.attention.base import AttentionPlan
 class ForwardBatch:
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
-    logit_rows: torch.Tensor | None  # [S] int64: indices of tokens whose logits are wanted; None: all
+    logits_indices: torch.Tensor | None  # [S] int64: indices of tokens whose logits are wanted; None: all
     plan: AttentionPlan

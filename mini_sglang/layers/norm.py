@@ -1,7 +1,8 @@
 """Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467), and where a block has its norms.
 
-y = x / rms(x) * weight over the last dimension, in float32. A norm is computed on its own, in the matmul that reads y,
-or with the sum that x is, whichever costs least. So the layers around it are told of it once, when the model is built.
+y = x / rms(x) * weight over the last dimension, in float32. A norm is computed on its own, inside the matmul that
+reads y, or in the kernel that adds up x, whichever costs least. So the layers around it are told of it once, when the
+model is built.
 """
 
 from __future__ import annotations

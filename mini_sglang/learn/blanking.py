@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from mini_sglang.learn.symbols import body_after_docstring, find_symbol
+from mini_sglang.learn.symbols import body_after_docstring, find_symbol, first_line
 
 
 def blank(source: str, functions: Iterable[str], lesson_id: str) -> str:
@@ -50,22 +50,11 @@ def _function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctio
 def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tuple[int, int]:
     """Numbers of the first and last line to remove; comments in front of the first statement are removed too."""
     body = body_after_docstring(node)
-    last = node.end_lineno or node.lineno
     if not body:
         raise ValueError(f"{node.name} has nothing but a docstring")
-    if body is node.body:  # no docstring: everything after the signature
-        before = max([node.lineno, *(end.end_lineno or 0 for end in _signature(node))])
-        first = next(n for n in range(before, last + 1) if lines[n - 1].split("#")[0].rstrip().endswith(":")) + 1
-    else:
-        first = (node.body[0].end_lineno or 0) + 1
-    if first > body[0].lineno:
+    first = first_line(body[0])
+    if lines[first - 1][: body[0].col_offset].strip():
         raise ValueError(f"{node.name} has its body on the line of its signature")
-    return first, last
-
-
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr | ast.arg]:
-    arguments = node.args
-    parts: list[ast.expr | ast.arg] = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    parts += [*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)]
-    parts += [part for part in (arguments.vararg, arguments.kwarg, node.returns) if part is not None]
-    return parts
+    while not (before := lines[first - 2].strip()) or before.startswith("#"):
+        first -= 1
+    return first, node.end_lineno or first

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import runpy
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -150,3 +151,8 @@ def _lesson_and_folder(name: str, folder: Path | None) -> tuple[Lesson, Path]:
 
 def _progress(lesson: Lesson, folder: Path) -> Progress:
     return workspace.load_progress(folder.parent).get(lesson.id, Progress())
+
+
+COMMANDS: Mapping[str, Callable[..., int]] = {
+    "list": list_lessons, "start": start, "check": check, "hint": hint, "solution": solution, "play": play,
+}  # fmt: skip

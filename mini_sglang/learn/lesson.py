@@ -78,21 +78,22 @@ def course_folder() -> Path:
 
 def all_lessons() -> list[Lesson]:
     """Every lesson, in the order of the course."""
-    return sorted(map(load_lesson, _lesson_folders()), key=lambda lesson: int(lesson.id[1:]))
+    return [load_lesson(folder) for folder in _lesson_folders().values()]
 
 
 def find_lesson(name: str) -> Lesson:
     """The lesson with this id, in any case, or this folder name. Raises ValueError that lists all lessons."""
-    folders = {folder.name: folder for folder in _lesson_folders()}
-    for folder_name, folder in folders.items():
-        if name.lower() in (folder_name.lower(), folder_name.split("_")[0].lower()):
+    folders = _lesson_folders()
+    for lesson_id, folder in folders.items():
+        if name.lower() in (folder.name.lower(), lesson_id.lower()):
             return load_lesson(folder)
-    known = sorted((folder_name.split("_")[0] for folder_name in folders), key=lambda lesson_id: int(lesson_id[1:]))
-    raise ValueError(f"there is no lesson {name!r}; there are {', '.join(known)}")
+    raise ValueError(f"there is no lesson {name!r}; there are {', '.join(folders)}")
 
 
-def _lesson_folders() -> list[Path]:
-    return [path.parent for path in course_folder().glob("L*_*/lesson.toml")]
+def _lesson_folders() -> dict[str, Path]:
+    """By id, in the order of the course."""
+    folders = {path.parent.name.split("_")[0]: path.parent for path in course_folder().glob("L*_*/lesson.toml")}
+    return dict(sorted(folders.items(), key=lambda item: int(item[0][1:])))
 
 
 def load_lesson(folder: Path) -> Lesson:

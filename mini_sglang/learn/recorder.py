@@ -77,15 +77,6 @@ def describe(excinfo: pytest.ExceptionInfo[BaseException], output: str) -> Failu
         error = error.__cause__
     entries = pytest.ExceptionInfo.from_exception(error).traceback if error.__traceback__ else excinfo.traceback
     frames = [Frame(os.path.abspath(entry.path), entry.lineno + 1, entry.name) for entry in entries]
-    expectation = error if isinstance(error, LessonError) else None
-    return Failure(
-        kind=type(error).__name__,
-        message=str(error),
-        frames=frames,
-        got=expectation.got if expectation else "",
-        expected=expectation.expected if expectation else "",
-        what=expectation.what if expectation else "",
-        invariant=expectation.invariant if expectation else "",
-        read=expectation.read if expectation else "",
-        output=output,
-    )
+    told = ("got", "expected", "what", "invariant", "read") if isinstance(error, LessonError) else ()
+    expectation = {name: getattr(error, name) for name in told}
+    return Failure(type(error).__name__, str(error), frames, **expectation, output=output)

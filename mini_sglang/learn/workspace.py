@@ -11,7 +11,7 @@ import msgspec
 
 from mini_sglang.learn import quotes
 from mini_sglang.learn.blanking import blank, blanks_in
-from mini_sglang.learn.lesson import Exercise, Lesson, module_path, module_source
+from mini_sglang.learn.lesson import Lesson, module_path, module_source
 
 COURSE = Path("mini-sglang-course")
 
@@ -84,11 +84,11 @@ def read_sources(lesson: Lesson, folder: Path) -> dict[str, str]:
 
 def still_blank(lesson: Lesson, sources: dict[str, str]) -> list[str]:
     """The functions that the learner has not begun to write."""
-    return [name for exercise in lesson.exercises for name in _blanks(lesson, exercise, sources)]
-
-
-def _blanks(lesson: Lesson, exercise: Exercise, sources: dict[str, str]) -> list[str]:
-    return blanks_in(sources[exercise.module], exercise.functions, lesson.id)
+    return [
+        name
+        for exercise in lesson.exercises
+        for name in blanks_in(sources[exercise.module], exercise.functions, lesson.id)
+    ]
 
 
 def readme(lesson: Lesson, folder: Path) -> str:

@@ -1,4 +1,6 @@
-"""What each family of models does differently from Llama: one entry each. A new architecture adds a line here.
+"""What each family of models does differently from Llama: one entry each.
+
+A new family adds an entry here and its `model_type` in `weights/hf_config.py`; CONTRIBUTING.md has the whole list.
 
 Sizes and switches come from the config and are honoured where they apply: a sliding window in the attention backends,
 layers without rotation in the rotary tables, biases in the linear layers.

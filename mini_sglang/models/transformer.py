@@ -57,11 +57,11 @@ class Transformer:
         self._head = OutputHead(config.hidden_size, config.vocab_size, placement, self._norm)
 
     def __call__(self, step: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """-> logits [S, vocab_size] of the tokens in `step.logit_rows`; the first rows of `out` where that is given"""
+        """-> logits [S, vocab_size] of the tokens `step.logits_indices`; in the first rows of `out` if given"""
         return self.logits(self.hidden(step), out)
 
     def hidden(self, step: ForwardBatch) -> torch.Tensor:
-        """-> hidden states after the last block, of the tokens in `step.logit_rows` [S, hidden_size]"""
+        """-> hidden states after the last block, of the tokens in `step.logits_indices` [S, hidden_size]"""
         residual = Residual(self._embedding(step.input_ids))
         for block in self._blocks:
             residual = block(residual, step)

@@ -90,7 +90,7 @@ class EngineObserver:
 
     def _describe(self, step: Step, scheduler: Scheduler) -> None:
         launched, stats = scheduler.latest_step, scheduler.stats()
-        new, decode_ids = {row.slot for row in launched.batch.new_rows}, []
+        new, decode_ids = {row.slot for row in launched.batch.new_requests}, []
         for row, request in zip(launched.batch.rows, launched.requests, strict=True):
             is_answer = row.start >= len(request.prompt_ids) and row.slot not in new
             if row.count == 1 and row.samples and is_answer:

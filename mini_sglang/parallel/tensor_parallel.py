@@ -11,13 +11,15 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import distributed_c10d
 
 from mini_sglang.parallel.sharding import HeadShards, Shard, shard_evenly, shard_heads
-from mini_sglang.parallel.symm_mem import SymmMemAllReduce
+
+if TYPE_CHECKING:  # it needs private parts of torch
+    from mini_sglang.parallel.symm_mem import SymmMemAllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,10 @@ class TensorParallel:
     def minimum(self, number: int) -> int:
         """The least of all ranks' numbers; waits for all ranks."""
         return number if self._collectives is None else self._collectives.minimum(number)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come so far."""
+        self.minimum(0)
 
     def abort(self) -> None:
         """Give up what runs on this rank; any thread may call it. No operation is possible afterwards."""
@@ -185,9 +191,11 @@ def connect_gpus(
         nccl.eager_connect_single_device(device)
     symm_mem_all_reduce = None
     # two ranks sum everything through one_shot_all_reduce, which adds in order
-    symm_mem = symm_mem and (size <= 2 or not deterministic)
-    if symm_mem and SymmMemAllReduce.is_available(dtype, size):
-        symm_mem_all_reduce = SymmMemAllReduce(store, nccl, name, device, dtype)
+    if symm_mem and (size <= 2 or not deterministic):
+        from mini_sglang.parallel.symm_mem import SymmMemAllReduce  # needs private parts of torch
+
+        if SymmMemAllReduce.is_available(dtype, size):
+            symm_mem_all_reduce = SymmMemAllReduce(store, nccl, name, device, dtype)
     if rank == 0:
         small = "NCCL too" if symm_mem_all_reduce is None else "symmetric memory"
         logger.info("%d ranks sum through NCCL, small tensors through %s", size, small)

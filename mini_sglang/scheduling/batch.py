@@ -12,7 +12,7 @@ from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.sampling_params import SamplingParams
 
 
-class NewRow(msgspec.Struct, frozen=True):
+class NewRequest(msgspec.Struct, frozen=True):
     """A request that takes `slot` with this step, new or resumed. It replaces the slot's former request."""
 
     slot: int
@@ -41,14 +41,14 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True):
-    """One step. Applied in this order: new rows, new pages, page copies, forward over `rows`, sampling.
+    """One step. Applied in this order: new requests, page copies, new pages, forward over `rows`, sampling.
 
     `page_copies` are (source, destination) page ids; all sources are read before any destination is written.
     """
 
     step: int
     rows: list[Row]
-    new_rows: list[NewRow]
+    new_requests: list[NewRequest]
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
     masks: dict[int, bytes] = {}  # by slot, of every row that samples under a grammar: one bit per token, 1 is allowed
@@ -60,7 +60,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     @property
     def is_decode(self) -> bool:
         """Whether every row computes one token, whose predecessors earlier steps computed, and samples the next."""
-        return not self.new_rows and all(row.count == 1 and row.samples for row in self.rows)
+        return not self.new_requests and all(row.count == 1 and row.samples for row in self.rows)
 
 
 class StepResult(msgspec.Struct, frozen=True):

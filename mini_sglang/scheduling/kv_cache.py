@@ -8,12 +8,13 @@ One request with 11 computed tokens, page_size 4:
     tokens      0 1 2 3 │ 4 5 6 7 │ 8 9 10
     page_ids        5   │    2    │   7          each page counts one holder for this request ...
     tree        ────────┴─────────┤   ·          ... and one for the tree, if it is published there
-                     locked path  │  tail        (full pages as they fill; the rest of a page at the end of the prompt
-                                  │               and when the request leaves)
+                     locked path  │  tail        (full pages of the prompt when their step is scheduled, those of the
+                                  │               answer before the next match; the rest of a page at the end of the
+                                  │               prompt and when the request leaves)
 
-    free ──reserve──▶ held by a request ──commit──▶ held and cached ──release──▶ cached ──evict──▶ free
-                              ▲                            ▲                       │
-                              └────── copy of a part ──────┴────────admit──────────┘
+    free ──reserve, admit──▶ held by a request ──commit──▶ held and cached ──release──▶ cached ──evict──▶ free
+                                     ▲                            ▲                       │
+                                     └────── copy of a part ──────┴────────admit──────────┘
 
 Invariant, walked by `check()`: every page's count is the number of its holders (requests, tree, and the pages that wait
 for a step to be read), and `free + cached but held by no request + held by requests = num_pages`.
@@ -115,8 +116,8 @@ class KVCacheManager:
         """Give a request without pages those of its fresh `match`, and pages of its own for up to `num_tokens` tokens.
 
         Returns False and changes nothing if too few pages are free or evictable. On success `num_computed_tokens` is
-        the match's. A page that matched in part is copied to the first own page (copy on write). Its source may be
-        evicted for this very request: a step copies before it writes, whatever the source page is used for next.
+        the match's. A page that matched in part is copied to the first own page (copy on write). Making room may evict
+        the source: that does no harm, since a step copies before it writes.
         """
         if not self.reuse:
             return self.reserve(request, num_tokens)
@@ -129,8 +130,8 @@ class KVCacheManager:
             return False
         holding.node, holding.num_pages = node, len(shared)
         self._allocator.retain(shared)
-        own = self._take(needed)
-        if match.partial_page is not None and match.partial_page != own[0]:
+        own = self._allocate(needed)
+        if match.partial_page is not None and match.partial_page != own[0]:  # evicted, it may be own[0] itself
             self._copies.append((match.partial_page, own[0]))
         request.page_ids = shared + own
         request.num_computed_tokens = match.num_tokens
@@ -144,12 +145,12 @@ class KVCacheManager:
             return True
         if needed > self.num_available_pages:
             return False
-        first, pages = len(request.page_ids), self._take(needed)
+        first, pages = len(request.page_ids), self._allocate(needed)
         request.page_ids += pages
         self._send_pages(request, first, pages)
         return True
 
-    def _take(self, count: int) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         missing = count - self._allocator.num_free
         if missing > 0:
             self.evict(missing)
@@ -180,7 +181,9 @@ class KVCacheManager:
     # -- sharing pages ------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request, step: int, *, tail: bool = False) -> None:
-        """Publish the pages whose tokens are known and computed by launched steps; `step` is the latest of them.
+        """Publish the pages whose tokens are known and computed by steps up to `step`, the latest that was scheduled.
+
+        Later steps may read them at once, since steps run in order.
 
         With `tail`, the started last page too. Where the cache has an equal page already, the request changes over to
         that one; its own stays held until `step` has been read, since launched steps use it.
@@ -205,7 +208,7 @@ class KVCacheManager:
             tokens = holding.tokens[start * size : full * size]
             self._drop_covered_tails(node, tokens[:size])
             node, published = self._tree.extend(node, tokens, own)
-            self._allocator.retain(published)  # an own page for the tree, one that was there before for the request
+            self._allocator.retain(published)  # the holder is the tree of an own page, the request of a cached one
             request.page_ids[start:full] = published
             holding.node, holding.num_pages = node, full
         if tail and computed > full * size:

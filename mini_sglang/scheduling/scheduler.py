@@ -1,8 +1,8 @@
 """Decides which requests run in the next step, and how many tokens of each. Integers in, integers out.
 
 A request has `num_computed_tokens` and catches up with `num_tokens`: a prompt chunk, a prefix hit, a decode and a
-resumed request are the same case. `schedule()` may run ahead of `update()` by any number of steps. The KVCacheManager
-moves the pages; nothing here knows tensors, text or time.
+resumed request are the same case. `schedule()` may run ahead of `update()` by any number of steps; between the two a
+step counts as launched. The KVCacheManager moves the pages; nothing here knows tensors, text or time.
 
     add ─▶ waiting ──admit──▶ running ──end / abort / fail──▶ (leaving) ─▶ gone
               ▲                  │
@@ -21,7 +21,7 @@ from mini_sglang.config import ResolvedConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.request import Request, RequestStatus
-from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.policy import POLICIES
 from mini_sglang.scheduling.radix_cache import Match, common_prefix
@@ -62,7 +62,7 @@ class _Counters(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class UnreadStep:
     """A step that was launched and whose result was not read yet."""
 
     batch: ScheduledBatch
@@ -72,7 +72,7 @@ class LaunchedStep:
     @property
     def admitted(self) -> list[str]:
         """Ids of the requests that take a slot with this step."""
-        slots = {row.slot for row in self.batch.new_rows}
+        slots = {row.slot for row in self.batch.new_requests}
         rows = zip(self.requests, self.batch.rows, strict=True)
         return [request.request_id for request, row in rows if row.slot in slots]
 
@@ -96,11 +96,11 @@ class Scheduler:
         self._running: list[Request] = []  # in the policy's order
         self._leaving: dict[Request, None] = {}  # ended or preempted, but still in launched steps
         self._restarting: dict[Request, None] = {}  # those of them whose tokens from launched steps are void
-        self._launched: deque[LaunchedStep] = deque()
+        self._unread: deque[UnreadStep] = deque()
         self.num_slots = config.max_running_requests
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._preempted: list[str] = []  # ids, since the last step that was scheduled
-        self._is_full = False  # an admission failed for lack of pages, and nothing has changed since
+        self._is_full = False  # an admission found too few pages, and nobody came, left or published a prompt since
         self.expected_output = FIRST_EXPECTED_OUTPUT  # tokens of an answer: a running mean; 0 admits the most
         self._num_arrivals = 0
         self._counters = _Counters()
@@ -212,7 +212,7 @@ class Scheduler:
 
     def _is_in_flight(self, request: Request) -> bool:
         """Whether a launched step contains the request."""
-        return bool(self._launched) and request.last_step >= self._launched[0].batch.step
+        return bool(self._unread) and request.last_step >= self._unread[0].batch.step
 
     def _remove(self, requests: list[Request], request: Request) -> None:
         del requests[bisect_left(requests, self._policy.sort_key(request), key=self._policy.sort_key)]
@@ -222,12 +222,12 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Return the next step, or None if nothing can be computed before a launched step is read (or at all).
 
-        Every running request that lacks one token gets it. Requests that lack more share what is left of
-        `max_prefill_tokens` (at least one token, so that they advance beside any number of streams), running requests
+        Every running request that lacks one token gets it (a decode). Requests that lack more share what is left of
+        `max_prefill_tokens` (at least one token, so that they advance beside any number of decodes), running requests
         before waiting ones.
         """
         plan: Plan = {}
-        enough_pages, prefilling = self._plan_streams(plan)
+        enough_pages, prefilling = self._plan_decodes(plan)
         budget = max(self._budget - len(plan), 1)
         for request in prefilling:
             if budget == 0:
@@ -239,12 +239,12 @@ class Scheduler:
                     budget -= count
                 else:
                     enough_pages = False
-        new_rows: list[NewRow] = []
+        new_requests: list[NewRequest] = []
         if self._waiting and self._free_slots and budget and enough_pages and not self._is_full:
-            self._admit_waiting(plan, budget, new_rows)
-        return self._launch(plan, new_rows) if plan else None
+            self._admit_waiting(plan, budget, new_requests)
+        return self._make_batch(plan, new_requests) if plan else None
 
-    def _plan_streams(self, plan: Plan) -> tuple[bool, list[Request]]:
+    def _plan_decodes(self, plan: Plan) -> tuple[bool, list[Request]]:
         """Plan one token for each running request that lacks exactly one, and get it a page if it begins one.
 
         Returns whether there were pages for all of them, and the running requests that lack more tokens.
@@ -277,7 +277,7 @@ class Scheduler:
             self._preempt(victim)
         return True
 
-    def _admit_waiting(self, plan: Plan, budget: int, new_rows: list[NewRow]) -> None:
+    def _admit_waiting(self, plan: Plan, budget: int, new_requests: list[NewRequest]) -> None:
         """Admit waiting requests in the policy's order until slots, pages or the budget run out."""
         self._publish_running()
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
@@ -295,7 +295,7 @@ class Scheduler:
             if not (fits and self.kv.admit(request, match, match.num_tokens + count)):
                 self._is_full = True
                 break
-            self._start(request, new_rows)
+            self._start(request, new_requests)
             growth += self._expected_pages(request) - len(request.page_ids)
             plan[request] = count
             computing.append(request)
@@ -340,14 +340,14 @@ class Scheduler:
         needed = self._expected_pages(request) - match.num_locked_pages
         return needed + growth <= self.kv.num_available_pages
 
-    def _start(self, request: Request, new_rows: list[NewRow]) -> None:
+    def _start(self, request: Request, new_requests: list[NewRequest]) -> None:
         """Move an admitted request from waiting to running and give it a slot."""
         self._policy.admitted(request, self._waiting)
         self._remove(self._waiting, request)
         insort(self._running, request, key=self._policy.sort_key)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
-        new_rows.append(self._new_row(request, request.slot))
+        new_requests.append(self._new_request(request, request.slot))
         request.prompt_logprobs = []  # after a preemption they are computed again
         if not request.was_admitted:
             request.was_admitted = True
@@ -355,15 +355,15 @@ class Scheduler:
             self._counters.prompt_tokens += len(request.prompt_ids)
             self._counters.cached_tokens += request.num_cached_tokens
 
-    def _new_row(self, request: Request, slot: int) -> NewRow:
+    def _new_request(self, request: Request, slot: int) -> NewRequest:
         token_ids = request.token_ids if request.output_ids else request.prompt_ids
         params = request.params
         if params.prompt_logprobs is not None and not request.wants_prompt_logprobs:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         ends = sorted(request.stop_ids) if params.min_tokens else []
-        return NewRow(slot, token_ids, len(request.prompt_ids), params, request.seed, ends)
+        return NewRequest(slot, token_ids, len(request.prompt_ids), params, request.seed, ends)
 
-    def _launch(self, plan: Plan, new_rows: list[NewRow]) -> ScheduledBatch:
+    def _make_batch(self, plan: Plan, new_requests: list[NewRequest]) -> ScheduledBatch:
         """Turn the plan into a batch. Its tokens count as computed from here on; full prompt pages are published."""
         self._counters.steps += 1
         step = self._counters.steps
@@ -381,8 +381,8 @@ class Scheduler:
             if start < len(request.prompt_ids) or count > 1:
                 self.kv.commit(request, step, tail=samples)
                 self._is_full = False  # a waiting request may begin with what this one computes
-        batch = ScheduledBatch(step, rows, new_rows, new_pages, copies, masks)
-        self._launched.append(LaunchedStep(batch, list(plan), self._preempted))
+        batch = ScheduledBatch(step, rows, new_requests, new_pages, copies, masks)
+        self._unread.append(UnreadStep(batch, list(plan), self._preempted))
         self._preempted = []
         return batch
 
@@ -393,9 +393,9 @@ class Scheduler:
 
         Raises ValueError if `batch` is not the oldest launched step, or if `result` cannot be its result.
         """
-        if not self._launched or self._launched[0].batch is not batch:
+        if not self._unread or self._unread[0].batch is not batch:
             raise ValueError(f"step {batch.step} is not the oldest launched step")
-        launched = self._launched.popleft()
+        launched = self._unread.popleft()
         outputs = self._take_tokens(launched, result)
         self._note_read_steps()
         return outputs
@@ -410,9 +410,9 @@ class Scheduler:
 
         Call it too after exchanging pages outside of a step: there may be no step left whose end would do it.
         """
-        self.kv.steps_read(self._launched[0].batch.step - 1 if self._launched else self._counters.steps)
+        self.kv.steps_read(self._unread[0].batch.step - 1 if self._unread else self._counters.steps)
 
-    def _take_tokens(self, launched: LaunchedStep, result: StepResult) -> StepOutputs:
+    def _take_tokens(self, launched: UnreadStep, result: StepResult) -> StepOutputs:
         """Append the sampled tokens to their requests, but for requests that have ended or restart."""
         batch = launched.batch
         rows = zip(batch.rows, launched.requests, strict=True)
@@ -432,7 +432,7 @@ class Scheduler:
     def _take_token(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None, outputs: StepOutputs
     ) -> None:
-        """Append a token. It goes into the columns of `outputs` unless the request has more to report."""
+        """Append a token. It goes into `outputs.token_ids`, or into `others` if the request has more to report."""
         is_first = not request.output_ids
         prompt_logprobs = request.prompt_logprobs if request.wants_prompt_logprobs else None
         request.output_ids.append(token_id)
@@ -465,17 +465,17 @@ class Scheduler:
         The pages that the step should have filled are unpublished. Requests in later steps may have read them; those
         start again from the tokens known so far.
         """
-        index = next((i for i, launched in enumerate(self._launched) if launched.batch is batch), None)
+        index = next((i for i, launched in enumerate(self._unread) if launched.batch is batch), None)
         if index is None:
             raise ValueError(f"step {batch.step} was not launched, or was read before")
-        failed, later = self._launched[index], list(self._launched)[index + 1 :]
-        del self._launched[index]
+        failed, later = self._unread[index], list(self._unread)[index + 1 :]
+        del self._unread[index]
         for launched in [failed, *later]:
             for row, request in zip(launched.batch.rows, launched.requests, strict=True):
                 self.kv.invalidate(request, row.start)
         outputs = []
         for request in failed.requests:
-            steps = [launched.batch.step for launched in self._launched if request in launched.requests]
+            steps = [launched.batch.step for launched in self._unread if request in launched.requests]
             request.last_step = max(steps, default=0)
             if request.status is not RequestStatus.FINISHED:
                 outputs.append(self._end_without_token(request, FinishReason.ERROR, error))
@@ -499,7 +499,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or any launched step was not read."""
-        return bool(self._requests or self._launched)
+        return bool(self._requests or self._unread)
 
     @property
     def next_step(self) -> int:
@@ -507,9 +507,9 @@ class Scheduler:
         return self._counters.steps + 1
 
     @property
-    def latest_step(self) -> LaunchedStep:
+    def latest_step(self) -> UnreadStep:
         """The step that was scheduled last. It has not been read yet."""
-        return self._launched[-1]
+        return self._unread[-1]
 
     def stats(self) -> SchedulerStats:
         """Return the figures of this moment. O(1)"""
@@ -556,8 +556,8 @@ class Scheduler:
     def _check_steps(self, request: Request) -> None:
         """Check a request's counters against the launched steps that contain it and the tokens they sample for it."""
         known, last_step = request.num_known_tokens, request.last_step
-        steps = [launched for launched in self._launched if request in launched.requests]
-        oldest = self._launched[0].batch.step if self._launched else self._counters.steps + 1
+        steps = [launched for launched in self._unread if request in launched.requests]
+        oldest = self._unread[0].batch.step if self._unread else self._counters.steps + 1
         if max((launched.batch.step for launched in steps), default=oldest - 1) != max(last_step, oldest - 1):
             raise RuntimeError(f"request {request.request_id} is not in step {last_step}, or in a later one too")
         samples = sum(row.slot == request.slot and row.samples for launched in steps for row in launched.batch.rows)

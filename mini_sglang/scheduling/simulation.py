@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs
 from mini_sglang.request import Request
-from mini_sglang.scheduling.batch import NewRow, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 
 GARBAGE = -1  # fingerprint or token id that a failed step left, and all that was computed from one
@@ -67,7 +67,7 @@ class _Slot:
 class SimulatedExecutor:
     """Has the pool, the request table and the sampler of a real executor, in integers.
 
-    `NewRow.seed` stands for the cache salt: requests may share pages only if their seeds are equal.
+    `NewRequest.seed` stands for the cache salt: requests may share pages only if their seeds are equal.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int, vocab_size: int) -> None:
@@ -80,7 +80,7 @@ class SimulatedExecutor:
     def launch(self, batch: ScheduledBatch, *, fail: bool = False) -> StepResult:
         """Run one step. With `fail`, what it computes is garbage. Raises WrongPageError or WrongMaskError."""
         self._masks = batch.masks
-        for new in batch.new_rows:
+        for new in batch.new_requests:
             self._take(new)
         for pages in batch.new_pages:
             table = self._slot(pages.slot).page_table
@@ -98,7 +98,7 @@ class SimulatedExecutor:
         sampled = [self._sample(row, is_sound) for row, is_sound in pairs if row.samples]
         return StepResult(sampled, [None] * len(sampled), {row.slot: self._look_up(row) for row in rows})
 
-    def _take(self, new: NewRow) -> None:
+    def _take(self, new: NewRequest) -> None:
         num_asked = 0 if new.params.prompt_logprobs is None else new.num_prompt_tokens
         self._slots[new.slot] = _Slot(new.seed, list(new.token_ids), num_asked, new.params.is_constrained)
 

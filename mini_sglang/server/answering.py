@@ -1,7 +1,7 @@
-"""Answers a job over HTTP: walks its outputs through an API's format, into one JSON value or a stream of events.
+"""Answers a job over HTTP: an API's `AnswerFormat` writes its outputs, as one JSON value or as a stream of events.
 
-An `EventStream` sends its first event together with the status, so that an error before it still gets an error status;
-a later error becomes the stream's last events. When the client leaves, its job ends. Knows no API.
+An `EventStream` sends its status together with the first event, so that an earlier error still gets an error status; a
+later error becomes the stream's last events. When the client leaves, its job ends. Knows no API.
 """
 
 from __future__ import annotations
@@ -9,36 +9,74 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from mini_sglang.outputs import RequestOutput
-from mini_sglang.server.answers.format import AnswerFormat
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, as_api_error
 from mini_sglang.server.generation import Job, off_loop, run_job
 
 Result = TypeVar("Result")
 
+DONE = b"data: [DONE]\n\n"  # the last event of a stream, in the APIs that have one
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class AnswerFormat(Protocol):
+    """Writes the answer to one job, of one or more choices, as its API has it. The events of a stream are bytes."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> object:
+        """The JSON value of a complete answer. `outputs`: the last of each choice."""
+        ...
+
+    def opening(self, choice: int, first: RequestOutput) -> Iterable[bytes]:
+        """The events that begin a choice, before those of its first output."""
+        return ()
+
+    def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
+        """The events of what `output` added to a choice. The work is done as the events are iterated."""
+        ...
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> Iterable[bytes]:
+        """The events that end a stream. `outputs`: the last of each choice."""
+        return (DONE,)
+
+    def failure(self, error: ApiError) -> Iterable[bytes]:
+        """The events that end a stream which fails."""
+        return (event(error.body()),)
+
+
+def event(value: Json) -> bytes:
+    """One event with a JSON object."""
+    return b"data: " + _encode_json(value) + b"\n\n"
+
+
+def named_event(value: Json) -> bytes:
+    """One event with a JSON object, under the name that is its `type`."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + event(value)
+
 
 async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, stream: bool | None) -> Response:
-    """The answer to a request whose body has become `job`. Raises what `run_job` does, and ClientDisconnected."""
+    """Run the job of a request and answer with its outputs. Raises what `run_job` raises, and ClientDisconnected."""
     context = context_of(request)
     if stream:
         events = _events(context, job, answer_format)
         return EventStream(events, lambda error: b"".join(answer_format.failure(error)))
     outputs = await while_connected(request.receive, _last_outputs(context, job))
     num_logprobs = sum(job.num_logprobs(choice, last.usage.completion_tokens) for choice, last in enumerate(outputs))
-    whole = await off_loop(num_logprobs, lambda: msgspec.json.encode(answer_format.whole(outputs)))
+    whole = await off_loop(num_logprobs, lambda: _encode_json(answer_format.whole(outputs)))
     return Response(whole, media_type="application/json")
 
 
 async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]:
-    """Run a job to its end; returns the last output of each choice, which holds the whole answer."""
+    """Run a job to its end and return the last output of each choice, which holds the whole answer."""
     last: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(run_job(context, job)) as outputs:
         async for choice, output in outputs:
@@ -47,7 +85,7 @@ async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]
 
 
 async def _events(context: ServerContext, job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes, None]:
-    """Run a job and yield the events of its stream. Events with many log-probabilities are made in a thread."""
+    """Run a job and yield the events of its stream. A thread makes the events that hold many log-probabilities."""
     last: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(run_job(context, job)) as outputs:
         async for choice, output in outputs:
@@ -88,7 +126,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response made of the events that a generator yields; the generator is closed when the client leaves.
+    """A response that sends the events of a generator, and closes the generator when the client leaves.
 
     `describe` makes the last events of a stream that fails.
     """
@@ -104,7 +142,7 @@ class EventStream(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything. Raises what the generator raises before its first event."""
+        """Send all events. Raises what the generator raises before its first event."""
         try:
             await while_connected(receive, self._send_all(send))
         except ClientDisconnected:

@@ -16,10 +16,10 @@ from mini_sglang.server import pages
 from mini_sglang.server.anthropic import routes as anthropic_routes
 from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
+from mini_sglang.server.intake import PacingMiddleware
 from mini_sglang.server.native import routes as native_routes
 from mini_sglang.server.openai import routes as openai_routes
 from mini_sglang.server.openapi import describe
-from mini_sglang.server.pacing import PacingMiddleware
 from mini_sglang.server.request_log import RequestLog
 from mini_sglang.server.responses import routes as responses_routes
 from mini_sglang.server.sglang import routes as sglang_routes

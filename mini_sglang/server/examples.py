@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mini_sglang.server.bodies import Json
+from mini_sglang.sampling_params import Json
 
 _QUESTION = {"messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 64}
 

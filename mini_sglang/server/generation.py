@@ -1,6 +1,6 @@
-"""From a checked body to engine outputs: prompts become tokens and a job, whose choices are requests of the engine.
+"""Makes a job of a checked body and runs it: prompts become token ids, and every choice a request to the engine.
 
-Every route that generates comes through here. Knows no HTTP and no format of answers.
+Every route that generates uses it. Knows no HTTP and no answer format.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,8 +17,9 @@ import msgspec
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput
-from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.bodies import MAX_TOKEN_IDS, JobBody, Json
+from mini_sglang.sampling_params import Json, SamplingParams
+from mini_sglang.server import fields
+from mini_sglang.server.bodies import JobBody
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
 
@@ -30,26 +31,27 @@ INLINE_CHARACTERS = 4096  # shorter text is tokenised in less time than a thread
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one HTTP request. Choice i continues prompts[i // n], and is choice i of the answer."""
+    """The work that one HTTP request asks for. Choice i of the answer continues prompts[i // n]."""
 
     id: str
     prompts: list[list[int]]  # token ids
-    n: int  # choices per prompt
     params: list[SamplingParams]  # one per choice
-    cache_salt: str
-    priority: int
-    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the body's
-    is_only_echo: bool = False  # only the prompts are asked for: the token that is generated does not count
+    body: JobBody
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * self.n
+        return len(self.params)
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        return len(self.params) // len(self.prompts)
 
     def prompt_of(self, choice: int) -> list[int]:
         return self.prompts[choice // self.n]
 
     def num_logprobs(self, choice: int, num_tokens: int, with_prompt: bool = True) -> int:
-        """The number of log-probabilities, with alternatives, of `num_tokens` tokens of a choice and of its prompt."""
+        """Count the log-probabilities, alternatives included, of `num_tokens` tokens of a choice and of its prompt."""
         params, count = self.params[choice], 0
         if params.logprobs is not None:
             count += num_tokens * (1 + params.logprobs)
@@ -58,12 +60,12 @@ class Job:
         return count
 
     def request_id(self, choice: int) -> str:
-        """The engine's id of a choice: the job's id if there is only one choice."""
+        """The engine's id for a choice: the job's id if there is only one choice."""
         return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
 
 
 def to_sampling_params(fields: Json) -> SamplingParams:
-    """The sampling parameters with these fields; those that are None keep their defaults. Raises FieldError."""
+    """Make sampling parameters of these fields; a field that is None keeps its default. Raises FieldError."""
     given = {name: value for name, value in fields.items() if value is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
@@ -99,8 +101,8 @@ def parse_prompt(value: Any) -> str | list[int]:
         return value
     if not isinstance(value, list):
         raise FieldError("prompt", f"must be a string or a list of token ids, got {type(value).__name__}")
-    if len(value) > MAX_TOKEN_IDS:
-        raise FieldError("prompt", f"may hold at most {MAX_TOKEN_IDS} token ids, got {len(value)}")
+    if len(value) > fields.MAX_TOKEN_IDS:
+        raise FieldError("prompt", f"may hold at most {fields.MAX_TOKEN_IDS} token ids, got {len(value)}")
     for item in value:
         if type(item) is not int:
             raise FieldError("prompt", f"must hold token ids only, got {shorten(item)} among them")
@@ -108,13 +110,9 @@ def parse_prompt(value: Any) -> str | list[int]:
 
 
 def make_job(
-    context: ServerContext,
-    job_id: str,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    body: JobBody,
+    context: ServerContext, job_id: str, prompts: list[list[int]], params: SamplingParams, body: JobBody
 ) -> Job:
-    """Make a job of prompts and parameters, once they are checked against the engine's limits. Raises FieldError."""
+    """Check prompts and parameters against the engine's limits and make a job of them. Raises FieldError."""
     info, n = context.engine.info, body.num_choices
     params.validate(info.vocab_size)
     for prompt_ids in prompts:
@@ -123,16 +121,7 @@ def make_job(
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
         for choice in range(len(prompts) * n)
     ]
-    return Job(
-        job_id,
-        prompts,
-        n,
-        choice_params,
-        body.cache_salt or "",
-        body.priority,
-        field_names=body.field_names,
-        is_only_echo=body.is_only_echo,
-    )
+    return Job(job_id, prompts, choice_params, body)
 
 
 def _check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
@@ -146,7 +135,7 @@ def _check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:
 
 
 def _check_length(field: str, num_tokens: int, info: EngineInfo, qualifier: str = "") -> None:
-    """Raise FieldError if a prompt of `num_tokens` cannot be served; `qualifier` stands before the number."""
+    """Raise FieldError if no prompt of `num_tokens` can be served; `qualifier` stands before the number."""
     if num_tokens >= info.context_length:
         limit = f"the context holds {info.context_length} for prompt and answer together"
     elif num_tokens > info.max_prompt_tokens:
@@ -157,19 +146,19 @@ def _check_length(field: str, num_tokens: int, info: EngineInfo, qualifier: str 
 
 
 def check_text_length(context: ServerContext, field: str, texts: Sequence[str], at_least: int = 0) -> None:
-    """Raise FieldError for text that is certainly too long, before any time goes into tokenising it.
+    """Raise FieldError for text that is certainly too long, before the server spends time on tokenising it.
 
-    `texts` are parts of the prompt that `field` gave, which has `at_least` that many tokens for another reason.
+    `texts`: parts of the prompt that `field` gave. `at_least`: a number of tokens that the prompt has in any case.
     """
     num_bytes = sum(len(text.encode()) for text in texts)
     info = context.engine.info
     if max(num_bytes, at_least) > info.max_prompt_tokens:  # a token takes at least a byte
-        num_tokens = max(context.tokenizer.min_tokens(num_bytes), at_least)
+        num_tokens = max(context.tokenizer.fewest_tokens(num_bytes), at_least)
         _check_length(field, num_tokens, info, qualifier="at least ")
 
 
 def _params_of_choice(params: SamplingParams, choice: int, room: int, vocab_size: int) -> SamplingParams:
-    """The parameters of choice i: seed + i, top_k within the vocabulary, max_tokens within the context's `room`."""
+    """The parameters of choice i: seed + i, `top_k` bounded by the vocabulary, `max_tokens` by `room` (in tokens)."""
     seed = params.seed
     if seed is not None:
         seed = (seed + choice + 2**63) % 2**64 - 2**63
@@ -178,15 +167,11 @@ def _params_of_choice(params: SamplingParams, choice: int, room: int, vocab_size
 
 
 async def encode_prompts(
-    context: ServerContext,
-    prompts: Sequence[str | list[int]],
-    *,
-    n: int = 1,
-    add_special_tokens: bool = True,
+    context: ServerContext, prompts: Sequence[str | list[int]], *, n: int = 1, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Token ids of each prompt; those given as ids stay as they are.
+    """Tokenise the prompts that are text; prompts that are token ids stay as they are.
 
-    Raises FieldError for more prompts, each with `n` choices, or longer texts than can be served.
+    Raises FieldError if the prompts, with `n` choices each, are too many, or a text is too long.
     """
     if (num_choices := len(prompts) * n) > MAX_CHOICES_PER_REQUEST:
         problem = f"and n ask for {num_choices} choices, at most {MAX_CHOICES_PER_REQUEST} are allowed"
@@ -205,15 +190,15 @@ async def encode_prompts(
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
-    """Do work that takes time in proportion to `size` characters; in a thread if it is long, so that streams go on."""
+    """Do work that takes time in proportion to `size` characters. Long work runs in a thread, so that streams go on."""
     return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Run all choices at once; yields (choice, output) as outputs come. Leaving the iterator aborts those that run.
+    """Run all choices at once and yield (choice, output) as outputs come. Leaving the iterator aborts what still runs.
 
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
-    a choice fails; EngineDeadError if the engine ends.
+    a choice fails. Raises EngineDeadError if the engine ends.
     """
     with _registered(context, job):
         if job.num_choices == 1:
@@ -228,13 +213,13 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
 
 @contextlib.contextmanager
 def _registered(context: ServerContext, job: Job) -> Iterator[None]:
-    """Register a running job, so that its engine requests are counted and can be found by its id.
+    """Register a running job, so that the server counts its engine requests and finds them by the job's id.
 
-    Raises ApiError 400 if the id is taken, 429 if the queue has no room.
+    Raises ApiError 400 if the id is taken, 429 if the queue is full.
     """
     if job.id in context.jobs or job.id in context.engine.request_ids:
         in_use = FieldError("request_id", f"{shorten(job.id)} is in use by a request under way")
-        raise invalid(in_use, job.field_names, code=None)
+        raise invalid(in_use, job.body.field_names, code=None)
     limit = context.engine.info.max_running_requests + context.config.max_waiting_requests
     if sum(map(len, context.jobs.values())) + job.num_choices > limit:
         raise ApiError(429, f"the queue is full: the server takes at most {limit} requests at once", code="queue_full")
@@ -280,31 +265,25 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
         job.prompt_of(choice),
         job.params[choice],
         request_id=job.request_id(choice),
-        cache_salt=job.cache_salt,
-        priority=job.priority,
+        cache_salt=job.body.cache_salt or "",
+        priority=job.body.priority,
     )
     try:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
                     if output.field_error is not None:
-                        raise invalid(output.field_error, job.field_names, code=None)
+                        raise invalid(output.field_error, job.body.field_names, code=None)
                     raise ApiError(500, output.error or "the engine could not go on with this request")
-                yield _without_answer(output) if job.is_only_echo else output
+                yield _without_answer(output) if job.body.is_only_echo else output
     except FieldError as error:
-        raise invalid(error, job.field_names) from error
+        raise invalid(error, job.body.field_names) from error
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:
-    """The output of a request for its prompt alone, without the token that was generated."""
+    """The output of a request that asked for its prompt alone, without the one token that the engine generated."""
     usage = msgspec.structs.replace(output.usage, completion_tokens=0)
     reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
     return dataclasses.replace(
-        output,
-        usage=usage,
-        text_delta="",
-        num_new_tokens=0,
-        num_text_pieces=0,
-        finish_reason=reason,
-        stop_reason=None,
+        output, usage=usage, text_delta="", num_new_tokens=0, num_text_pieces=0, finish_reason=reason, stop_reason=None
     )

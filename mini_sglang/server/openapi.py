@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.anthropic.bodies import CountTokensBody, MessagesBody
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.examples import EXAMPLES
 from mini_sglang.server.native.bodies import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody
 from mini_sglang.server.openai.bodies import ChatBody, CompletionBody

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from mini_sglang.errors import FieldError, shorten
-from mini_sglang.server.bodies import Json
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, invalid
 
@@ -44,10 +44,10 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     return await work_on_body(request, lambda: check_body(value, model))
 
 
-async def work_on_body(request: Request, work: Callable[[], Result]) -> Result:
-    """Do work that takes time in proportion to the body; for a large one in a thread, so that streams go on."""
+async def work_on_body(request: Request, work: Callable[[], Result], inline_bytes: int = _INLINE_BYTES) -> Result:
+    """Do work that takes time in proportion to the body; on a large one in a thread, so that streams go on."""
     length = request.headers.get("content-length", "")
-    is_small = length.isdigit() and int(length) <= _INLINE_BYTES
+    is_small = length.isdigit() and int(length) <= inline_bytes
     return work() if is_small else await asyncio.to_thread(work)
 
 

@@ -28,8 +28,8 @@ from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.server.api_keys import with_all_keys
 from mini_sglang.server.app import create_app
-from mini_sglang.server.bounded_http import BoundedHttp
 from mini_sglang.server.context import ServerContext
+from mini_sglang.server.intake import BoundedHttp
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.weights.hub import find_model
 

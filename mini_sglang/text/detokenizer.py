@@ -12,8 +12,9 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from mini_sglang.sampling_params import Json
 from mini_sglang.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -188,7 +189,7 @@ def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
     raise ValueError(f"tokenizer decoder must be ByteLevel or a sequence of {', '.join(_PIECEWISE)}, got {kinds}")
 
 
-def _decoder_steps(state: dict[str, Any]) -> list[dict[str, Any]]:
+def _decoder_steps(state: Json) -> list[Json]:
     if state["type"] != "Sequence":
         return [state]
     return [step for decoder in state["decoders"] for step in _decoder_steps(decoder)]

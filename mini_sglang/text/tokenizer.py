@@ -57,7 +57,7 @@ class Tokenizer:
         # Unicode normalisation makes UTF-8 text at most four times shorter (a four-byte letter becomes ASCII).
         return longest * (1 if self.backend.normalizer is None else 4)
 
-    def min_tokens(self, num_bytes: int) -> int:
+    def fewest_tokens(self, num_bytes: int) -> int:
         """The least number of tokens that a text of `num_bytes` bytes of UTF-8 can have, without tokenising it."""
         return -(-num_bytes // self._bytes_per_token)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks
+from mini_sglang.weights.tensor import CheckpointTensor
 
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _MIXTRAL = re.compile(r"(.*)\.block_sparse_moe\.(?:gate|experts\.(\d+)\.(w[123]))\.weight")
@@ -35,28 +36,16 @@ def name_experts(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Checkpoin
 
 def _split(tensor: CheckpointTensor, prefix: str, name: str) -> Iterator[CheckpointTensor]:
     """One tensor per expert. gate_up_proj [experts, 2 n, hidden] has gate above up; down_proj [experts, hidden, n]"""
-    number, rows, _ = tensor.shape
+    number, rows, columns = tensor.shape
     half = rows // 2
     spans = {"down_proj": slice(0, rows)}
     if name == "gate_up_proj":
         spans = {"gate_proj": slice(0, half), "up_proj": slice(half, rows)}
     for expert in range(number):
         for part, span in spans.items():
-            yield ExpertTensor(tensor, f"{prefix}.{expert}.{part}.weight", expert, span)
+            part_name, shape = f"{prefix}.{expert}.{part}.weight", (span.stop - span.start, columns)
+            yield CheckpointTensor(part_name, shape, partial(_rows, tensor, expert, span))
 
 
-class ExpertTensor:
-    """`rows` of one expert, from a tensor [experts, rows, columns] of all experts."""
-
-    def __init__(self, whole: CheckpointTensor, name: str, expert: int, rows: slice) -> None:
-        self._whole, self._expert, self._rows = whole, expert, rows
-        self.name = name
-        self.shape = (rows.stop - rows.start, whole.shape[2])
-
-    def dense(self) -> torch.Tensor:
-        """The values in the dtype stored, of `shape`. A view if the tensor of all is a view of the mapped file."""
-        return self._whole.dense()[self._expert, self._rows]
-
-    def blocks(self) -> QuantizedBlocks | None:
-        """None: only safetensors hold all experts in one tensor."""
-        return None
+def _rows(tensor: CheckpointTensor, expert: int, rows: slice) -> torch.Tensor:
+    return tensor.dense()[expert, rows]

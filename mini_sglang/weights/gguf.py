@@ -21,21 +21,7 @@ from mini_sglang.weights.gguf_file import GGUFFile, TensorInfo
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, listed
 
 _TYPES = GGMLQuantizationType
-SUPPORTED_TYPES = frozenset(
-    {
-        _TYPES.F32,
-        _TYPES.F16,
-        _TYPES.BF16,
-        _TYPES.Q4_0,
-        _TYPES.Q4_1,
-        _TYPES.Q5_0,
-        _TYPES.Q5_1,
-        _TYPES.Q8_0,
-        _TYPES.Q4_K,
-        _TYPES.Q5_K,
-        _TYPES.Q6_K,
-    }
-)
+_SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FOUR_BIT_TYPES = frozenset({_TYPES.Q4_0, _TYPES.Q4_1})
 _CHUNK_BYTES = 1 << 20  # stored bytes to dequantise at a time: bounds the temporaries, which are several times larger
 _GROUP_SIZE = 32  # weights per block of Q4_0 and Q4_1
@@ -69,12 +55,11 @@ def open_gguf(file: GGUFFile, config: ModelConfig) -> dict[str, CheckpointTensor
 
     Raises WeightsError that lists the tensors whose type cannot be dequantised.
     """
-    refused = [f"{t.name} ({t.type.name})" for t in file.tensors.values() if t.type not in SUPPORTED_TYPES]
+    refused = [f"{t.name} ({t.type.name})" for t in file.tensors.values() if t.type.name not in _SUPPORTED]
     if refused:
-        supported = ", ".join(sorted(kind.name for kind in SUPPORTED_TYPES))
         raise WeightsError(
             f"{file.path}: quantisation of {len(refused)} tensors is not supported: {listed(refused)}; "
-            f"supported are {supported}"
+            f"supported are {', '.join(sorted(_SUPPORTED))}"
         )
     permuted = _permuted_heads(config)
     tensors: dict[str, CheckpointTensor] = {}
@@ -84,9 +69,9 @@ def open_gguf(file: GGUFFile, config: ModelConfig) -> dict[str, CheckpointTensor
             if len(info.shape) == 3:  # all experts of a layer
                 prefix, _, part = name.partition(".experts.")
                 parts = [f"{prefix}.experts.{expert}.{part}" for expert in range(info.shape[0])]
-                tensors |= {part: GGUFTensor(file, info, part, expert=index) for index, part in enumerate(parts)}
+                tensors |= {part: _tensor(file, info, part, expert=index) for index, part in enumerate(parts)}
             else:
-                tensors[name] = GGUFTensor(file, info, name, permuted.get(_module(name)))
+                tensors[name] = _tensor(file, info, name, permuted.get(_module(name)))
     return tensors
 
 
@@ -99,56 +84,49 @@ def hf_name(name: str) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-class GGUFTensor:
+def _tensor(
+    file: GGUFFile, info: TensorInfo, name: str, heads: int | None = None, expert: int | None = None
+) -> CheckpointTensor:
     """One tensor, or with `expert` that expert's part of one.
 
     With `heads`, the file has rows in llama.cpp's interleaved rotary order, and they are returned half-split.
     """
+    shape = info.shape if expert is None else info.shape[1:]
 
-    def __init__(
-        self, file: GGUFFile, info: TensorInfo, name: str, heads: int | None = None, expert: int | None = None
-    ) -> None:
-        self._file = file
-        self._info = info
-        self._heads = heads
-        self._expert = expert
-        self.name = name
-        self.shape = info.shape if expert is None else info.shape[1:]
+    def read() -> npt.NDArray[np.uint8]:
+        """The stored bytes by row, [rows, bytes per row]. Blocks never span rows, so rows can be reordered as bytes."""
+        rows = np.asarray(file.read(info))
+        if expert is not None:
+            return rows[expert * shape[0] :][: shape[0]]
+        if heads is None:
+            return rows
+        if len(shape) == 1:  # a bias: one element is one row
+            rows = rows.reshape(shape[0], -1)
+        return rows[half_split_order(rows.shape[0], heads)]
 
-    def dense(self) -> torch.Tensor:
-        """The values as float32, of `shape`."""
-        rows = self._rows()
-        result = np.empty((rows.shape[0], math.prod(self.shape) // rows.shape[0]), np.float32)
-        step = max(1, _CHUNK_BYTES // rows.shape[1])
-        for start in range(0, rows.shape[0], step):
-            chunk = rows[start : start + step]
-            if self._info.type in FOUR_BIT_TYPES:  # several times faster than gguf.quants, and the same bits
-                q, scale, minimum = _unpack(chunk, self._info.type)
-                values = q.reshape(*scale.shape, _GROUP_SIZE).astype(np.float32)
-                values *= scale[..., None]
-                values += minimum[..., None]
-            else:
-                values = dequantize(chunk, self._info.type)
-            result[start : start + step] = values.reshape(chunk.shape[0], -1)
-        return torch.from_numpy(result.reshape(self.shape))
-
-    def blocks(self) -> QuantizedBlocks | None:
-        """The 4-bit blocks of a Q4_0 or Q4_1 matrix; None for other types."""
-        if self._info.type not in FOUR_BIT_TYPES:
+    def blocks() -> QuantizedBlocks | None:
+        if info.type not in FOUR_BIT_TYPES:
             return None
-        q, scale, minimum = (torch.from_numpy(array) for array in _unpack(self._rows(), self._info.type))
+        q, scale, minimum = (torch.from_numpy(array) for array in _unpack(read(), info.type))
         return QuantizedBlocks(q, scale, minimum, _GROUP_SIZE)
 
-    def _rows(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes by row, [rows, bytes per row]. Blocks never span rows, so rows can be reordered as bytes."""
-        rows = np.asarray(self._file.read(self._info))
-        if self._expert is not None:
-            return rows[self._expert * self.shape[0] :][: self.shape[0]]
-        if self._heads is None:
-            return rows
-        if len(self.shape) == 1:  # a bias: one element is one row
-            rows = rows.reshape(self.shape[0], -1)
-        return rows[half_split_order(rows.shape[0], self._heads)]
+    return CheckpointTensor(name, shape, lambda: _dense(read(), info.type, shape), blocks)
+
+
+def _dense(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
+    result = np.empty((rows.shape[0], math.prod(shape) // rows.shape[0]), np.float32)
+    step = max(1, _CHUNK_BYTES // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        chunk = rows[start : start + step]
+        if kind in FOUR_BIT_TYPES:  # several times faster than gguf.quants, and the same bits
+            q, scale, minimum = _unpack(chunk, kind)
+            values = q.reshape(*scale.shape, _GROUP_SIZE).astype(np.float32)
+            values *= scale[..., None]
+            values += minimum[..., None]
+        else:
+            values = dequantize(chunk, kind)
+        result[start : start + step] = values.reshape(chunk.shape[0], -1)
+    return torch.from_numpy(result.reshape(shape))
 
 
 def _unpack(

@@ -30,14 +30,8 @@ END_TOKEN_TEXTS = frozenset(
     }
 )
 _CONTROL_TOKEN = 3  # gguf's token type
-_GGUF_ARCHITECTURES = {
-    "llama": "llama",
-    "olmo2": "olmo2",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "smollm3": "smollm3",
-}
+_GGUF_ARCHITECTURES = ("llama", "olmo2", "qwen2", "qwen3", "qwen3moe", "smollm3")
+_RENAMED = {"qwen3moe": "qwen3_moe"}
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
@@ -66,7 +60,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     return ModelConfig(
         # llama.cpp stores Mistral and Mixtral as kinds of Llama
-        architecture="mixtral" if architecture == "llama" and experts else _GGUF_ARCHITECTURES[architecture],
+        architecture="mixtral" if architecture == "llama" and experts else _RENAMED.get(architecture, architecture),
         vocab_size=embedding.shape[0] if embedding else len(file.metadata.get("tokenizer.ggml.tokens", [])),
         hidden_size=hidden_size,
         intermediate_size=int(keys.required("feed_forward_length")),

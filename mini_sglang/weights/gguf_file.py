@@ -7,6 +7,7 @@ in the file too. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
+from gguf.gguf_reader import GGUFReader
 
 
 @dataclass(frozen=True)
@@ -53,27 +55,12 @@ class GGUFFile:
 
         They are mapped copy-on-write for this tensor alone, so that the file's pages leave memory with the tensor.
         """
-        rows = 1
-        for extent in tensor.shape[:-1]:
-            rows *= extent
-        return np.memmap(
-            self.path, np.uint8, mode="c", offset=tensor.offset, shape=(rows, tensor.num_bytes // max(rows, 1))
-        )
+        rows = math.prod(tensor.shape[:-1])
+        shape = (rows, tensor.num_bytes // max(rows, 1))
+        return np.memmap(self.path, np.uint8, mode="c", offset=tensor.offset, shape=shape)
 
 
-_SCALARS = {
-    GGUFValueType.UINT8: "<u1",
-    GGUFValueType.INT8: "<i1",
-    GGUFValueType.UINT16: "<u2",
-    GGUFValueType.INT16: "<i2",
-    GGUFValueType.UINT32: "<u4",
-    GGUFValueType.INT32: "<i4",
-    GGUFValueType.FLOAT32: "<f4",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "<u8",
-    GGUFValueType.INT64: "<i8",
-    GGUFValueType.FLOAT64: "<f8",
-}
+_SCALARS = {kind: np.dtype(scalar).newbyteorder("<") for kind, scalar in GGUFReader.gguf_scalar_to_np.items()}
 _VERSIONS = (2, 3)
 
 
@@ -114,10 +101,7 @@ class _HeaderReader:
         except ValueError:
             raise ValueError(f"{self._path}: tensor {name} has the unknown type number {kind}") from None
         block_size, block_bytes = GGML_QUANT_SIZES[tensor_type]
-        elements = 1
-        for extent in shape:
-            elements *= extent
-        return TensorInfo(name, shape, tensor_type, start + offset, elements // block_size * block_bytes)
+        return TensorInfo(name, shape, tensor_type, start + offset, math.prod(shape) // block_size * block_bytes)
 
     def _value(self, kind: GGUFValueType) -> Any:
         if kind is GGUFValueType.STRING:
@@ -125,13 +109,16 @@ class _HeaderReader:
         if kind is GGUFValueType.ARRAY:
             item_kind, length = self._type(self._integer("<I")), self._integer("<Q")
             if item_kind in _SCALARS:
-                item = np.dtype(_SCALARS[item_kind])
-                return np.frombuffer(self._bytes(length * item.itemsize), item).tolist()
+                return self._scalars(item_kind, length)
             if item_kind is GGUFValueType.ARRAY:
                 raise ValueError(f"{self._path}: arrays of arrays in the metadata are not supported")
             return [self._string() for _ in range(length)]
-        scalar = np.dtype(_SCALARS[kind])
-        return np.frombuffer(self._bytes(scalar.itemsize), scalar)[0].item()
+        return self._scalars(kind, 1)[0]
+
+    def _scalars(self, kind: GGUFValueType, count: int) -> list[Any]:
+        item = _SCALARS[kind]
+        values: list[Any] = np.frombuffer(self._bytes(count * item.itemsize), item).tolist()
+        return values
 
     def _type(self, number: int) -> GGUFValueType:
         try:

@@ -127,14 +127,13 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
         raise ValueError(f"GGUF tokenizer.ggml.pre {pre!r} is not supported; supported are {supported}")
     pre_tokenizer = _PRE_TOKENIZERS[pre]
     steps = list(pre_tokenizer.steps)
-    model = _bpe_model(tokens, metadata["tokenizer.ggml.merges"], ignore_merges=pre_tokenizer.ignore_merges)
     return _document(
         metadata,
         tokens,
         normalizer=pre_tokenizer.normalizer,
         pre_tokenizer=steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        model=model,
+        model={"merges": metadata["tokenizer.ggml.merges"], "ignore_merges": pre_tokenizer.ignore_merges},
         adds_bos=pre_tokenizer.adds_bos,
     )
 
@@ -157,7 +156,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[s
         normalizer={"type": "Sequence", "normalizers": [*prefix, replace]},
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders},
-        model=_bpe_model(tokens, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True),
+        model={"merges": merges, "unk_token": tokens[unknown], "fuse_unk": True, "byte_fallback": True},
         adds_bos=True,
     )
 
@@ -179,27 +178,18 @@ def _merges_by_score(tokens: list[str], scores: list[float], kinds: list[int]) -
     return [f"{left} {right}" for _, left, right in pairs]
 
 
-def _bpe_model(
-    tokens: list[str],
-    merges: list[str],
-    *,
-    unk_token: str | None = None,
-    fuse_unk: bool = False,
-    byte_fallback: bool = False,
-    ignore_merges: bool = False,
-) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unk_token,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": fuse_unk,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-        "merges": merges,
-    }
+_BPE: Mapping[str, Any] = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+    "vocab": {},
+    "merges": [],
+}
 
 
 def _document(
@@ -221,7 +211,7 @@ def _document(
         "pre_tokenizer": pre_tokenizer,
         "post_processor": _begin_and_end(metadata, tokens, adds_bos),
         "decoder": decoder,
-        "model": model,
+        "model": {**_BPE, **model, "vocab": {token: token_id for token_id, token in enumerate(tokens)}},
     }
 
 
@@ -248,22 +238,17 @@ def _begin_and_end(metadata: Mapping[str, Any], tokens: list[str], adds_bos: boo
         "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
-    ids: dict[str, int] = {}
-    for key, is_wanted in wanted.items():
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if is_wanted and token_id is not None:
-            ids[key] = token_id
+    named = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, is_wanted in wanted.items() if is_wanted}
+    ids = {key: token_id for key, token_id in named.items() if token_id is not None}
     if not ids:
         return None
 
     def template(sequences: str) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
         for type_id, sequence in enumerate(sequences):
-            before = [("bos", type_id)] if "bos" in ids else []
-            after = [("eos", type_id)] if "eos" in ids else []
-            parts += [{"SpecialToken": {"id": tokens[ids[key]], "type_id": t}} for key, t in before]
-            parts += [{"Sequence": {"id": sequence, "type_id": type_id}}]
-            parts += [{"SpecialToken": {"id": tokens[ids[key]], "type_id": t}} for key, t in after]
+            special = {key: {"SpecialToken": {"id": tokens[i], "type_id": type_id}} for key, i in ids.items()}
+            before, after = ([special[key]] if key in special else [] for key in ("bos", "eos"))
+            parts += [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
         return parts
 
     used = {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in ids.values()}

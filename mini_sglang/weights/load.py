@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import track
 
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.experts import name_experts
@@ -19,7 +19,7 @@ from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.safetensors import open_safetensors
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot, listed
+from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot, listed
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MAX_LISTED = 20  # names per kind of problem in an error message
@@ -48,7 +48,7 @@ def load_dummy_weights(
 
     They are drawn on `device` and depend on the kind of device, `seed` and the tensor's name alone.
     """
-    plan = [(DummyTensor(name, slot.shape, seed, device), slot) for name, slot in slots.items()]
+    plan = [(dummy_tensor(name, slot.shape, seed, device), slot) for name, slot in slots.items()]
     _fill(plan, "Making random weights", show_progress)
 
 
@@ -59,25 +59,16 @@ def has_packed_blocks(source: ModelSource) -> bool:
     return any(tensor.type in FOUR_BIT_TYPES for tensor in GGUFFile(source.path).tensors.values())
 
 
-class DummyTensor:
-    """A tensor of random values, made when they are asked for."""
+def dummy_tensor(name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> CheckpointTensor:
+    """A tensor of random float32 values, made when they are asked for."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> None:
-        self.name = name
-        self.shape = shape
-        self._seed = seed
-        self._device = device
+    def dense() -> torch.Tensor:
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        return torch.empty(shape, device=device).normal_(mean, _DUMMY_STD, generator=generator)
 
-    def dense(self) -> torch.Tensor:
-        """The values as float32, of `shape`."""
-        digest = hashlib.sha256(f"{self._seed}:{self.name}".encode()).digest()
-        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        mean = 1.0 if self.name.endswith("norm.weight") else 0.0
-        return torch.empty(self.shape, device=self._device).normal_(mean, _DUMMY_STD, generator=generator)
-
-    def blocks(self) -> QuantizedBlocks | None:
-        """None: random weights are dense."""
-        return None
+    return CheckpointTensor(name, shape, dense)
 
 
 def _match(
@@ -104,9 +95,6 @@ def _is_ignored(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 
-def _fill(plan: Iterable[tuple[CheckpointTensor, WeightSlot]], title: str, show_progress: bool) -> None:
-    plan = list(plan)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not show_progress, transient=True) as progress:
-        for tensor, slot in progress.track(plan, description=title):
-            slot.load(tensor)
+def _fill(plan: Sequence[tuple[CheckpointTensor, WeightSlot]], title: str, show_progress: bool) -> None:
+    for tensor, slot in track(plan, title, console=Console(stderr=True), transient=True, disable=not show_progress):
+        slot.load(tensor)

@@ -6,12 +6,13 @@ It never reads pickle: other weight formats are not looked at. Knows no model.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, listed
+from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -31,7 +32,7 @@ def open_safetensors(folder: Path) -> dict[str, CheckpointTensor]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                     view = file.get_slice(name)
-                    tensors[name] = SafetensorsTensor(path, name, tuple(view.get_shape()))
+                    tensors[name] = CheckpointTensor(name, tuple(view.get_shape()), partial(_read, path, name))
                     if view.get_dtype() not in _DTYPES:
                         refused.append(f"{name} ({view.get_dtype()})")
         except SafetensorError as error:
@@ -70,20 +71,8 @@ def _indexed_names(index: Path) -> list[str]:
     return names
 
 
-class SafetensorsTensor:
-    """One tensor. Each has its own mapping of the file, whose pages leave memory with the tensor."""
-
-    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
-        self._path = path
-        self.name = name
-        self.shape = shape
-
-    def dense(self) -> torch.Tensor:
-        """The values in the dtype stored, of `shape`. May be a view of the mapped file: copy what is kept."""
-        with safe_open(self._path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self.name)
-        return tensor
-
-    def blocks(self) -> QuantizedBlocks | None:
-        """None: safetensors hold no 4-bit blocks."""
-        return None
+def _read(path: Path, name: str) -> torch.Tensor:
+    """The values. Each tensor has its own mapping of the file, whose pages leave memory with the tensor."""
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor

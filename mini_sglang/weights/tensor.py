@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,22 +21,19 @@ class QuantizedBlocks:
     group_size: int  # 32 for Q4_0 and Q4_1
 
 
-class CheckpointTensor(Protocol):
-    """One tensor of a checkpoint, under its Hugging Face name and in Hugging Face's row order."""
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor of a checkpoint, under its Hugging Face name and in Hugging Face's row order.
 
-    @property
-    def name(self) -> str: ...
+    Nothing is read before `dense` or `blocks` is called. `dense` gives the values of `shape` in the dtype stored
+    (safetensors; maybe a view of the mapped file: copy what is kept) or as float32 (dequantised GGUF); `blocks` the
+    4-bit blocks if the tensor is stored in Q4_0 or Q4_1, else None.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def dense(self) -> torch.Tensor:
-        """The values in the dtype stored (safetensors) or float32 (dequantised GGUF)."""
-        ...
-
-    def blocks(self) -> QuantizedBlocks | None:
-        """The 4-bit blocks if the tensor is stored in Q4_0 or Q4_1, else None."""
-        ...
+    name: str
+    shape: tuple[int, ...]
+    dense: Callable[[], torch.Tensor]
+    blocks: Callable[[], QuantizedBlocks | None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mini_sglang.bench.arrivals import Arrival, arrival_times
+from mini_sglang.bench.load_generator import Arrival, arrival_times
 
 
 def gaps(arrival: Arrival, rate: float = 50.0, burstiness: float = 1.0) -> np.ndarray[Any, Any]:

@@ -8,7 +8,7 @@ from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewRow, ScheduledBatch
+from mini_sglang.scheduling.batch import NewRequest, ScheduledBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 40
@@ -25,10 +25,10 @@ class Requests:
     def __init__(self, num_slots: int = 4, context_length: int = 60) -> None:
         self.table = RequestTable(num_slots, context_length, page_size=4, device=DEVICE, idle_page=0)
         self.sampler = DeviceSampler(self.table, VOCAB)
-        self.rows: dict[int, NewRow] = {}
+        self.rows: dict[int, NewRequest] = {}
 
     def place(self, slot: int, params: SamplingParams, tokens: list[int], num_prompt_tokens: int) -> None:
-        new = NewRow(slot, list(tokens), num_prompt_tokens, params, seed=slot + 11)
+        new = NewRequest(slot, list(tokens), num_prompt_tokens, params, seed=slot + 11)
         self.rows[slot] = new
         self.table.take([new])
         self.sampler.take(ScheduledBatch(0, [], [new], [], []))

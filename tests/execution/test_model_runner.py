@@ -23,7 +23,7 @@ from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.layers.placement import Placement
 from mini_sglang.models.architectures import build_model
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import NewPages, NewRequest, Row, ScheduledBatch
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.model_config import load_model_config
@@ -78,8 +78,8 @@ def prompts() -> ScheduledBatch:
     return ScheduledBatch(
         step=1,
         rows=[Row(slot, 0, len(prompt), True) for slot, prompt in zip(slots, PROMPTS, strict=True)],
-        new_rows=[
-            NewRow(slot, prompt, len(prompt), params, seed=7 * slot, end_token_ids=[3])
+        new_requests=[
+            NewRequest(slot, prompt, len(prompt), params, seed=7 * slot, end_token_ids=[3])
             for slot, prompt, params in zip(slots, PROMPTS, PARAMS, strict=True)
         ],
         new_pages=[NewPages(slot, 0, pages) for slot, pages in pages_of_prompts().items()],
@@ -111,7 +111,7 @@ def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runne
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         assert got.token_ids[3] != 3 or batch.step > 4  # which its bias would draw
-        if batch.new_rows:
+        if batch.new_requests:
             [entry], [expected] = got.prompt_logprobs[1], want.prompt_logprobs[1]
             assert entry.token_ids == expected.token_ids
             assert entry.token_ids[0] == PROMPTS[4][1]

@@ -83,8 +83,8 @@ def test_packed_inputs_mean_what_the_host_plans(backend: TritonBackend, step: tu
     assert torch.equal(forward.input_ids[:num_tokens], want.input_ids)
     assert torch.equal(forward.positions[:num_tokens], want.positions)
     assert torch.equal(cells[:num_tokens], want.attention.cells)
-    assert forward.logit_rows is not None
-    assert forward.logit_rows.tolist() == want.logit_rows.tolist() + [0] * spare_samples
+    assert forward.logits_indices is not None
+    assert forward.logits_indices.tolist() == want.logits_indices.tolist() + [0] * spare_samples
     assert got.slots.tolist() == [row.slot for row in sampling] + [device.idle_slot] * spare_samples
     assert got.positions.tolist()[: len(sampling)] == [row.start + row.count for row in sampling]
     assert torch.equal(device.num_computed, host.num_computed)

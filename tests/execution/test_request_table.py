@@ -7,7 +7,7 @@ import torch
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import TorchSampler
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRow, Row
+from mini_sglang.scheduling.batch import NewPages, NewRequest, Row
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -15,8 +15,8 @@ PARAMS = SamplingParams(temperature=0)
 def table() -> RequestTable:
     """Slot 2 holds tokens 100 to 106 on pages 5, 1 and 7 of 3 cells; slot 0 holds 200 and 201 on page 4."""
     result = RequestTable(num_slots=3, context_length=9, page_size=3, device=torch.device("cpu"), idle_page=8)
-    new_rows = [NewRow(2, list(range(100, 107)), 7, PARAMS, 0), NewRow(0, [200, 201], 1, PARAMS, 5)]
-    result.take(new_rows)
+    new_requests = [NewRequest(2, list(range(100, 107)), 7, PARAMS, 0), NewRequest(0, [200, 201], 1, PARAMS, 5)]
+    result.take(new_requests)
     new_pages = [NewPages(2, 0, [5, 6]), NewPages(0, 0, [4]), NewPages(2, 1, [1]), NewPages(2, 2, [7])]
     result.write_pages(result.places_of(new_pages))  # page 6 is replaced by page 1 in the same step
     return result
@@ -27,7 +27,7 @@ def test_chunks_and_decodes_expand_to_tokens_positions_and_cells() -> None:
     assert inputs.input_ids.tolist() == [201, 102, 103, 104, 105, 106]
     assert inputs.positions.tolist() == [1, 2, 3, 4, 5, 6]
     assert inputs.attention.cells.tolist() == [4 * 3 + 1, 5 * 3 + 2, 1 * 3, 1 * 3 + 1, 1 * 3 + 2, 7 * 3]
-    assert inputs.logit_rows.tolist() == [0, 5]
+    assert inputs.logits_indices.tolist() == [0, 5]
     assert inputs.attention.page_table.tolist() == [[4, 0, 0], [5, 1, 7], [5, 1, 7]]
 
 

@@ -97,9 +97,8 @@ def test_whoever_leaves_while_a_grammar_is_checked_disturbs_nobody(with_checker:
 def test_a_child_that_was_killed_is_replaced(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         assert checker._child is not None
-        child = await checker._child
-        child.kill()
-        await child.wait()
+        checker._child.kill()
+        checker._child.wait()
         await checker.check(DIGITS)
 
     with_checker(test)
@@ -108,8 +107,7 @@ def test_a_child_that_was_killed_is_replaced(with_checker: WithChecker) -> None:
 def test_closing_ends_the_child(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         assert checker._child is not None
-        child = await checker._child
         await checker.close()
-        assert child.returncode is not None
+        assert checker._child.returncode is not None
 
     with_checker(test)

@@ -17,7 +17,8 @@ from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel, connect_cpus
-from mini_sglang.weights.load import DummyTensor
+from mini_sglang.weights.load import dummy_tensor
+from mini_sglang.weights.tensor import CheckpointTensor
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
@@ -37,8 +38,8 @@ CONFIG = ModelConfig(
 X = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
 
 
-def tensor(name: str, *shape: int) -> DummyTensor:
-    return DummyTensor(name, shape, 0, CPU)
+def tensor(name: str, *shape: int) -> CheckpointTensor:
+    return dummy_tensor(name, shape, 0, CPU)
 
 
 def computed(parallel: TensorParallel, post_norm: bool) -> torch.Tensor:

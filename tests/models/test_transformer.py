@@ -22,7 +22,8 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
 from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
-from mini_sglang.weights.load import DummyTensor
+from mini_sglang.weights.load import dummy_tensor
+from mini_sglang.weights.tensor import CheckpointTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LLAMA = ModelConfig(
@@ -49,12 +50,11 @@ CONFIGS = {
 }
 
 
-class RandomTensor(DummyTensor):
+def random_tensor(name: str, shape: tuple[int, ...]) -> CheckpointTensor:
     """Larger than a dummy one, and norms' weights far from 1, which would hide mistakes."""
-
-    def dense(self) -> torch.Tensor:
-        values = super().dense()
-        return (1 + 20 * (values - 1)).abs() if self.name.endswith("norm.weight") else 10 * values
+    values = dummy_tensor(name, shape, 0, torch.device("cpu")).dense()
+    values = (1 + 20 * (values - 1)).abs() if name.endswith("norm.weight") else 10 * values
+    return CheckpointTensor(name, shape, lambda: values)
 
 
 def model_on(kernels: Kernels, config: ModelConfig, *, seed: int = 0) -> Transformer:
@@ -63,7 +63,7 @@ def model_on(kernels: Kernels, config: ModelConfig, *, seed: int = 0) -> Transfo
     slots = list(model.weight_slots().items())
     random.Random(seed).shuffle(slots)
     for name, slot in slots:
-        slot.load(RandomTensor(name, slot.shape, 0, torch.device("cpu")))
+        slot.load(random_tensor(name, slot.shape))
     return model
 
 

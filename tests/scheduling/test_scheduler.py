@@ -81,12 +81,12 @@ def test_a_new_row_carries_the_prompt_and_a_decode_row_only_numbers() -> None:
     scheduler.add(request("a", [1, 2, 3], seed=11))
     batch = scheduler.schedule()
     assert batch is not None
-    (new,) = batch.new_rows
+    (new,) = batch.new_requests
     assert (new.token_ids, new.num_prompt_tokens, new.seed) == ([1, 2, 3], 3, 11)
     read(scheduler, batch)
     batch = scheduler.schedule()
     assert batch is not None
-    assert (batch.new_rows, batch.new_pages, batch.num_tokens) == ([], [], 1)
+    assert (batch.new_requests, batch.new_pages, batch.num_tokens) == ([], [], 1)
 
 
 def test_steps_can_be_launched_ahead_without_exceeding_max_tokens() -> None:

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.anthropic.bodies import MessagesBody, PromptBody, TextBlock, Turn
-from mini_sglang.server.bodies import Message
+from mini_sglang.server.chat import Message
 from mini_sglang.server.native.format import GenerateFormat
 from mini_sglang.server.openai.format import ChatFormat, CompletionFormat
 from mini_sglang.server.responses.bodies import InputMessage, ResponsesBody

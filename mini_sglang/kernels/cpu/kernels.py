@@ -10,6 +10,7 @@ with PyTorch's, which spin for a while after each product.
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 from array import array
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
 from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
 from mini_sglang.weights.tensor import QuantizedBlocks
+
+logger = logging.getLogger(__name__)
 
 FEW_ROWS = 32  # at most this many rows are computed by one thread
 
@@ -150,11 +153,13 @@ class ParallelKernel:
             self._call_on_threads(self._kernel.address, address, threads, 0)
 
 
+@cache
 def _openmp_call() -> Callable[[int, int, int, int], None] | None:
     """GOMP_parallel(function, data, threads, flags) of the OpenMP library that PyTorch is linked with, or None."""
     try:
         call = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among the library's dependencies
     except AttributeError:
+        logger.warning("PyTorch's threads are not those of GNU OpenMP: attention of decodes runs on one thread")
         return None
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     call.restype = None

@@ -1,12 +1,13 @@
-"""The parts of an answer (reasoning, text, tool calls) as the deltas of a stream, and the answer that deltas join to.
+"""An answer's reasoning, text and tool calls: as the deltas of a stream, and as the blocks that deltas join to.
 
-Plain values: parsers make them, the formats of the APIs write them. Knows no engine and no HTTP.
+Plain values: parsers make deltas, the formats of the APIs write deltas or blocks. Knows no API and no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +42,77 @@ class CallArguments:
 
 
 Delta = Reasoning | Content | CallOpening | CallArguments
+Kind = Literal["reasoning", "text", "call"]
+Change = Literal["opened", "grown", "closed"]
 
 
-@dataclass(slots=True)
-class ToolCall:
-    """A whole tool call; `arguments` is JSON text."""
+@dataclass(slots=True, eq=False)
+class Block:
+    """Reasoning, text or one tool call. `text` is its text so far; for a call, its arguments as JSON text."""
 
-    id: str
-    name: str
-    arguments: str = ""
+    index: int
+    kind: Kind
+    text: str = ""
+    call_id: str = ""
+    name: str = ""  # of the function
 
 
-@dataclass(slots=True)
 class Answer:
-    """All deltas of one answer, joined."""
+    """Joins deltas to blocks: consecutive deltas of one kind make one block, and every call makes its own."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._is_open = False
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Answer:
-        """Join deltas, given in the order in which they came."""
+        """The answer that these deltas join to."""
         answer = cls()
+        for _ in answer.push(deltas):
+            pass
+        return answer
+
+    @property
+    def content(self) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def push(self, deltas: Iterable[Delta]) -> Iterator[tuple[Change, Block, str]]:
+        """Yield what each delta changes: (change, block, new text)."""
         for delta in deltas:
             match delta:
-                case Content(text):
-                    answer.content += text
                 case Reasoning(text):
-                    answer.reasoning += text
+                    yield from self._grow("reasoning", text)
+                case Content(text):
+                    yield from self._grow("text", text)
                 case CallOpening(_, call_id, name):
-                    answer.calls.append(ToolCall(call_id, name))
-                case CallArguments(index, text):
-                    answer.calls[index].arguments += text
-        return answer
+                    yield from self._open(Block(len(self.blocks), "call", call_id=call_id, name=name))
+                case CallArguments(_, text):  # of the call that was opened last
+                    yield from self._grow("call", text)
+
+    def close(self) -> Iterator[tuple[Change, Block, str]]:
+        """End the last block, if one is open."""
+        if self._is_open:
+            self._is_open = False
+            yield "closed", self.blocks[-1], ""
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[tuple[Change, Block, str]]:
+        if not text:
+            return
+        if not self.blocks or self.blocks[-1].kind != kind:
+            yield from self._open(Block(len(self.blocks), kind))
+        self.blocks[-1].text += text
+        yield "grown", self.blocks[-1], text
+
+    def _open(self, block: Block) -> Iterator[tuple[Change, Block, str]]:
+        yield from self.close()
+        self.blocks.append(block)
+        self._is_open = True
+        yield "opened", block, ""

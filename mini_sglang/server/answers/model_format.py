@@ -17,7 +17,7 @@ from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import tool_call_grammar
 from mini_sglang.outputs import RequestOutput
-from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
+from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, Json, SamplingParams
 from mini_sglang.server.answers.deltas import Answer, Content, Delta
 from mini_sglang.server.answers.reasoning import (
     MISTRAL_THINK,
@@ -36,7 +36,7 @@ from mini_sglang.server.answers.tool_calls import (
     ToolCallParser,
 )
 from mini_sglang.server.answers.tool_prompt import with_plain_tools
-from mini_sglang.server.bodies import Json, Message, TemplateBody, Tool
+from mini_sglang.server.chat import Message, TemplateBody, Tool
 from mini_sglang.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 16  # of a prompt, among which a template puts the opening marker of reasoning
@@ -160,7 +160,7 @@ class AnswerRules:
         return self._must_call or (has_marker and any(tool.function.strict for tool in self._callable))
 
     def _grammar(self, notation: CallNotation) -> str:
-        if (size := sum(tool.num_characters for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
+        if (size := sum(len(msgspec.json.encode(tool.for_template())) for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
             raise FieldError("tools", f"may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got {size}")
         return tool_call_grammar(
             {tool.function.name: self._schema(tool) for tool in self._callable},

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from mini_sglang.grammar.compiler import CallSyntax
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta
-from mini_sglang.server.bodies import Json
 from mini_sglang.text.detokenizer import partial_match
 
 HEAD_LIMIT = 256  # characters from a call's opening to its JSON, and from there to arguments that stream

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 
 from mini_sglang.grammar.compiler import CallSyntax
-from mini_sglang.server.bodies import Json
+from mini_sglang.sampling_params import Json
 
 # As short as this, since small models take longer instructions for what they are to answer with.
 _INSTRUCTIONS = """\

@@ -11,32 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mini_sglang.server.bodies import (
-    FAIL_FAST,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    SAMPLING_FIELDS,
-    Body,
-    CalledFunction,
-    Content,
-    ConversationBody,
-    Function,
-    FunctionName,
-    Json,
-    Message,
-    MessageCall,
-    NamedTool,
-    Off,
-    OffIfEmpty,
-    StopStrings,
-    TemplateArguments,
-    TemplateBody,
-    Tool,
-    ToolName,
-    at_most,
-    join_runs,
-    must_be_off,
-)
+from mini_sglang.sampling_params import Json
+from mini_sglang.server import chat, fields
+from mini_sglang.server.bodies import SAMPLING_FIELDS, Body
 
 CacheControl = Json  # a hint: prefixes are cached anyway
 
@@ -45,7 +22,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: OffIfEmpty = None
+    citations: fields.OffIfEmpty = None
 
 
 class ThinkingBlock(Body):
@@ -71,13 +48,13 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Content = ""
+    content: fields.Content = ""
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
-    def for_chat(self) -> Message:
+    def for_chat(self) -> chat.Message:
         content = f"Error: {self.content}" if self.is_error else self.content
-        return Message(role="tool", content=content, tool_call_id=self.tool_use_id)
+        return chat.Message(role="tool", content=content, tool_call_id=self.tool_use_id)
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -89,8 +66,8 @@ def _as_blocks(content: Any) -> Any:
 
 BlockList = Annotated[
     list[Block],
-    FAIL_FAST,
-    at_most(MAX_MESSAGES),
+    fields.FAIL_FAST,
+    fields.at_most(fields.MAX_MESSAGES),
     BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
 ]
 
@@ -113,17 +90,17 @@ class ToolDefinition(Body):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: ToolName
+    name: chat.ToolName
     description: str | None = None
     input_schema: Json
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
-    def for_chat(self) -> Tool:
-        function = Function(
+    def for_chat(self) -> chat.Tool:
+        function = chat.Function(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
-        return Tool(type="function", function=function)
+        return chat.Tool(type="function", function=function)
 
 
 class ToolChoice(Body):
@@ -131,10 +108,10 @@ class ToolChoice(Body):
     name: str | None = None  # with type tool
     disable_parallel_tool_use: bool | None = None
 
-    def for_chat(self) -> Literal["none", "auto", "required"] | NamedTool:
+    def for_chat(self) -> Literal["none", "auto", "required"] | chat.NamedTool:
         match self.type:
             case "tool":
-                return NamedTool(type="function", function=FunctionName(name=self.name or ""))
+                return chat.NamedTool(type="function", function=chat.FunctionName(name=self.name or ""))
             case "any":
                 return "required"
             case choice:
@@ -156,14 +133,14 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
-    effort: Off = None
+    effort: fields.Off = None
 
 
 class Metadata(Body):
     user_id: str | None = None  # changes no answer
 
 
-Turns = Annotated[list[Turn], Field(min_length=1), FAIL_FAST, at_most(MAX_MESSAGES)]
+Turns = Annotated[list[Turn], Field(min_length=1), fields.FAIL_FAST, fields.at_most(fields.MAX_MESSAGES)]
 
 
 class PromptBody(Body):
@@ -171,22 +148,22 @@ class PromptBody(Body):
 
     model: str | None = None
     messages: Turns
-    system: Content | None = None
-    tools: Annotated[list[ToolDefinition], FAIL_FAST, at_most(MAX_TOOLS)] | None = None
+    system: fields.Content | None = None
+    tools: Annotated[list[ToolDefinition], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: TemplateArguments | None = None  # as for a chat
+    chat_template_kwargs: fields.TemplateArguments | None = None  # as for a chat
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
-    speed: Annotated[None, must_be_off("standard")] = None
+    speed: Annotated[None, fields.must_be_off("standard")] = None
 
-    def chat_messages(self) -> list[Message]:
+    def chat_messages(self) -> list[chat.Message]:
         """The conversation as a chat has it: the system prompt first, results of tools before the user's text."""
-        system = [] if self.system is None else [Message(role="system", content=self.system)]
+        system = [] if self.system is None else [chat.Message(role="system", content=self.system)]
         messages = (message for turn in self.messages for message in _chat_messages_of(turn))
-        return system + join_runs(messages, ("user", "assistant"))
+        return system + chat.join_runs(messages, ("user", "assistant"))
 
-    def template(self) -> TemplateBody:
+    def template(self) -> chat.TemplateBody:
         """How the messages become a prompt: a last message of the assistant is the beginning of the answer.
 
         Raises ValidationError if tools and choice do not fit.
@@ -194,7 +171,7 @@ class PromptBody(Body):
         thinks = self.thinking is not None and self.thinking.type == "adaptive"
         last = self.messages[-1]
         choice = self.tool_choice
-        return TemplateBody(
+        return chat.TemplateBody(
             continue_final_message=last.role == "assistant" and not any(last.blocks(ToolUseBlock)),
             chat_template_kwargs={"enable_thinking": thinks, **(self.chat_template_kwargs or {})},
             tools=None if not self.tools else [tool.for_chat() for tool in self.tools],
@@ -203,34 +180,34 @@ class PromptBody(Body):
         )
 
 
-def _chat_messages_of(turn: Turn) -> Iterator[Message]:
+def _chat_messages_of(turn: Turn) -> Iterator[chat.Message]:
     if turn.role == "assistant":
         calls = [
-            MessageCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))
+            chat.MessageCall(id=block.id, function=chat.CalledFunction(name=block.name, arguments=block.input))
             for block in turn.blocks(ToolUseBlock)
         ]
         reasoning = "".join(block.thinking for block in turn.blocks(ThinkingBlock)) or None
-        yield Message(role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=reasoning)
+        yield chat.Message(role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=reasoning)
         return
     for block in turn.blocks(ToolResultBlock):
         yield block.for_chat()
     if any(turn.blocks(TextBlock)) or not turn.content:
-        yield Message(role="user", content=turn.text)
+        yield chat.Message(role="user", content=turn.text)
 
 
-class MessagesBody(PromptBody, ConversationBody):
+class MessagesBody(PromptBody, chat.ConversationBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: StopStrings | None = None
-    stop: Off = None  # the other APIs' name of stop_sequences
+    stop_sequences: fields.StopStrings | None = None
+    stop: fields.Off = None  # the other APIs' name of stop_sequences
     metadata: Metadata | None = None
-    service_tier: Annotated[None, must_be_off("auto", "standard_only")] = None
-    container: Off = None
-    diagnostics: Off = None
-    inference_geo: Off = None
-    mcp_servers: OffIfEmpty = None
-    context_management: Off = None
+    service_tier: Annotated[None, fields.must_be_off("auto", "standard_only")] = None
+    container: fields.Off = None
+    diagnostics: fields.Off = None
+    inference_geo: fields.Off = None
+    mcp_servers: fields.OffIfEmpty = None
+    context_management: fields.Off = None
 
     @property
     def field_names(self) -> Mapping[str, str]:

@@ -5,16 +5,15 @@ Knows no engine and no HTTP.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from mini_sglang.outputs import FinishReason, RequestOutput, Usage
-from mini_sglang.server.answers.blocks import Block, Blocks, Change
-from mini_sglang.server.answers.format import AnswerFormat, named_event
+from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import AnswerFormat, named_event
+from mini_sglang.server.answers.deltas import Answer, Block, Change
 from mini_sglang.server.answers.model_format import AnswerParser
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError
 
 _ERROR_TYPES = {
@@ -35,13 +34,11 @@ class MessageFormat(AnswerFormat):
         self._model = model
         self._parser = parser
         self._fits_context = fits_context
-        self._blocks = Blocks()
+        self._answer = Answer()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         [output] = outputs
-        for _ in self._blocks.push(self._parser.push(dataclasses.replace(output, text_delta=output.text))):
-            pass
-        content = [_whole_block(block) for block in self._blocks.all]
+        content = [_content_block(block) for block in self._parser.whole(output).blocks]
         return {**self._message(content, output.usage), **self._ending(output)}
 
     def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
@@ -50,12 +47,12 @@ class MessageFormat(AnswerFormat):
         yield named_event({"type": "message_start", "message": message})
 
     def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
-        for change, block, text in self._blocks.push(self._parser.push(output)):
+        for change, block, text in self._answer.push(self._parser.push(output)):
             yield _block_event(change, block, text)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         [last] = outputs
-        for change, block, text in self._blocks.close():
+        for change, block, text in self._answer.close():
             yield _block_event(change, block, text)
         yield named_event({"type": "message_delta", "delta": self._ending(last), "usage": usage_json(last.usage)})
         yield named_event({"type": "message_stop"})
@@ -89,8 +86,9 @@ class MessageFormat(AnswerFormat):
 def _block_event(change: Change, block: Block, text: str) -> bytes:
     match change:
         case "opened":
-            empty = {**_empty_block(block), "input": {}} if block.kind == "call" else _empty_block(block)
-            return named_event({"type": "content_block_start", "index": block.index, "content_block": empty})
+            return named_event(
+                {"type": "content_block_start", "index": block.index, "content_block": _content_block(block)}
+            )
         case "grown":
             delta = _block_delta(block, text)
             return named_event({"type": "content_block_delta", "index": block.index, "delta": delta})
@@ -98,15 +96,15 @@ def _block_event(change: Change, block: Block, text: str) -> bytes:
             return named_event({"type": "content_block_stop", "index": block.index})
 
 
-def _empty_block(block: Block) -> Json:
-    """A block before it has any text."""
+def _content_block(block: Block) -> Json:
+    """A block with its text so far."""
     match block.kind:
         case "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "text":
-            return {"type": "text", "text": ""}
+            return {"type": "text", "text": block.text}
         case "call":
-            return {"type": "tool_use", "id": block.call_id, "name": block.name}
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
 
 
 def _block_delta(block: Block, text: str) -> Json:
@@ -119,18 +117,8 @@ def _block_delta(block: Block, text: str) -> Json:
             return {"type": "input_json_delta", "partial_json": text}
 
 
-def _whole_block(block: Block) -> Json:
-    match block.kind:
-        case "reasoning":
-            return {**_empty_block(block), "thinking": block.text}
-        case "text":
-            return {**_empty_block(block), "text": block.text}
-        case "call":
-            return {**_empty_block(block), "input": _arguments(block.text)}
-
-
 def _arguments(text: str) -> Json:
-    """The arguments of a call; {} if they were cut off."""
+    """The arguments of a call; {} if they are not complete."""
     try:
         return msgspec.json.decode(text, type=Json)
     except msgspec.DecodeError:

@@ -9,10 +9,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.answering import answer
 from mini_sglang.server.anthropic.bodies import CountTokensBody, MessagesBody
 from mini_sglang.server.anthropic.format import MessageFormat, error_json
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.conversation import encode_messages, make_chat_job
 from mini_sglang.server.errors import ClientDisconnected, as_api_error, error_response
@@ -60,4 +60,4 @@ async def count_tokens(request: Request) -> Json:
     context.check_model(body.model)
     with client_errors({}):
         conversation, template = await work_on_body(request, lambda: (body.chat_messages(), body.template()))
-        return {"input_tokens": len(await encode_messages(context, conversation, template))}
+        return {"input_tokens": len(await encode_messages(request, conversation, template))}

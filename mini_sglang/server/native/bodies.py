@@ -7,8 +7,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from mini_sglang.errors import FieldError
-from mini_sglang.sampling_params import MAX_LOGPROBS
-from mini_sglang.server.bodies import SAMPLING_FIELDS, Body, Json, Messages, SamplingBody, TemplateBody, TokenIds
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
+from mini_sglang.server import chat, fields
+from mini_sglang.server.bodies import SAMPLING_FIELDS, Body, SamplingBody
 
 DEFAULT_GENERATE_TOKENS = 64  # /generate
 
@@ -38,12 +39,12 @@ class GenerateBody(SamplingBody):
         }
 
 
-class TokenizeBody(TemplateBody):
+class TokenizeBody(chat.TemplateBody):
     """POST /tokenize: a prompt, or messages as for a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: chat.Messages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -57,7 +58,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: fields.TokenIds
     skip_special_tokens: bool = False
 
 

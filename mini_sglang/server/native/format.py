@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mini_sglang.outputs import RequestOutput, TokenLogprobs
-from mini_sglang.server.answers.format import AnswerFormat, event
-from mini_sglang.server.bodies import Json
+from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import AnswerFormat, event
 from mini_sglang.server.openai.format import finite, usage_json
 
 

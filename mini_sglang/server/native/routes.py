@@ -16,9 +16,9 @@ from fastapi.responses import PlainTextResponse
 import mini_sglang
 from mini_sglang.errors import shorten
 from mini_sglang.ipc.async_engine import EngineDeadError
+from mini_sglang.sampling_params import Json
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.answering import answer
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.conversation import encode_messages
 from mini_sglang.server.errors import ApiError
@@ -62,7 +62,7 @@ async def tokenize(request: Request) -> Json:
     body = await read_body(request, TokenizeBody)
     context.check_model(body.model)
     if body.messages is not None:
-        tokens = await encode_messages(context, body.messages, body)
+        tokens = await encode_messages(request, body.messages, body)
     else:
         [tokens] = await encode_prompts(context, [body.prompt or ""], add_special_tokens=body.add_special_tokens)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": context.engine.info.context_length}

@@ -8,26 +8,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from mini_sglang.errors import FieldError
-from mini_sglang.sampling_params import MAX_LOGPROBS
-from mini_sglang.server.bodies import (
-    MAX_CHOICES,
-    SAMPLING_FIELDS,
-    Body,
-    ConversationBody,
-    GrammarChoices,
-    GrammarText,
-    Json,
-    Labels,
-    Message,
-    Messages,
-    Off,
-    OffIfEmpty,
-    OffIfFalse,
-    SamplingBody,
-    TemplateBody,
-    must_be_off,
-    schema_format,
-)
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
+from mini_sglang.server import chat, fields
+from mini_sglang.server.bodies import SAMPLING_FIELDS, Body, SamplingBody, schema_format
 
 DEFAULT_COMPLETION_TOKENS = 16  # /v1/completions, as OpenAI
 
@@ -35,11 +18,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # /v1/completions, as OpenAI
 class StructuredOutputs(Body):
     """`structured_outputs`, vLLM's name for the form that an answer must have."""
 
-    json_schema: Json | GrammarText | None = Field(default=None, alias="json")  # or as JSON text
+    json_schema: Json | fields.GrammarText | None = Field(default=None, alias="json")  # or as JSON text
     json_object: bool | None = None
-    regex: GrammarText | None = None
-    grammar: GrammarText | None = None
-    choice: GrammarChoices | None = None
+    regex: fields.GrammarText | None = None
+    grammar: fields.GrammarText | None = None
+    choice: fields.GrammarChoices | None = None
 
     def sampling_fields(self) -> Json:
         """The fields of SamplingParams that say the same. Raises FieldError."""
@@ -67,14 +50,14 @@ class StructuredOutputs(Body):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # the usage so far in every chunk
-    include_obfuscation: OffIfFalse = None
+    include_obfuscation: fields.OffIfFalse = None
 
 
 class OpenAIBody(SamplingBody):
     """The fields that chats and plain completions share."""
 
     model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
     response_format: Json | None = None
     structured_outputs: StructuredOutputs | None = None
     stream_options: StreamOptions | None = None
@@ -82,12 +65,12 @@ class OpenAIBody(SamplingBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: Labels | None = None
-    store: OffIfFalse = None
-    service_tier: Annotated[None, must_be_off("auto", "default")] = None
+    metadata: fields.Labels | None = None
+    store: fields.OffIfFalse = None
+    service_tier: Annotated[None, fields.must_be_off("auto", "default")] = None
     # SGLang's router writes these into every body.
     no_stop_trim: bool | None = None  # another name of include_stop_str_in_output
-    return_hidden_states: OffIfFalse = None
+    return_hidden_states: fields.OffIfFalse = None
 
     @model_validator(mode="after")
     def _one_name_for_kept_stop_strings(self) -> Self:
@@ -133,23 +116,23 @@ class OpenAIBody(SamplingBody):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class ChatBody(OpenAIBody, ConversationBody, TemplateBody):
+class ChatBody(OpenAIBody, chat.ConversationBody, chat.TemplateBody):
     """POST /v1/chat/completions."""
 
-    messages: Messages
+    messages: chat.Messages
     max_completion_tokens: int | None = Field(default=None, ge=1)  # OpenAI's newer word for max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     # Not supported.
-    functions: OffIfEmpty = None
-    function_call: Annotated[None, must_be_off("none", "auto")] = None
-    verbosity: Annotated[None, must_be_off("medium")] = None
-    separate_reasoning: Annotated[None, must_be_off(True)] = None
-    stream_reasoning: Annotated[None, must_be_off(True)] = None
-    modalities: Annotated[None, must_be_off(["text"])] = None
-    audio: Off = None
-    prediction: Off = None
-    web_search_options: Off = None
+    functions: fields.OffIfEmpty = None
+    function_call: Annotated[None, fields.must_be_off("none", "auto")] = None
+    verbosity: Annotated[None, fields.must_be_off("medium")] = None
+    separate_reasoning: Annotated[None, fields.must_be_off(True)] = None
+    stream_reasoning: Annotated[None, fields.must_be_off(True)] = None
+    modalities: Annotated[None, fields.must_be_off(["text"])] = None
+    audio: fields.Off = None
+    prediction: fields.Off = None
+    web_search_options: fields.Off = None
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:
@@ -157,10 +140,10 @@ class ChatBody(OpenAIBody, ConversationBody, TemplateBody):
             raise FieldError("top_logprobs", "is only allowed with logprobs")
         return self
 
-    def chat_messages(self) -> list[Message]:
+    def chat_messages(self) -> list[chat.Message]:
         return self.messages
 
-    def template(self) -> TemplateBody:
+    def template(self) -> chat.TemplateBody:
         return self
 
     @property
@@ -184,7 +167,7 @@ class CompletionBody(OpenAIBody):
     best_of: int | None = None
     echo: bool | None = None  # the answer begins with the prompt; with logprobs, its log-probabilities too
     # Not supported.
-    suffix: Annotated[None, must_be_off("")] = None
+    suffix: Annotated[None, fields.must_be_off("")] = None
 
     @model_validator(mode="after")
     def _no_best_of(self) -> Self:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 import mini_sglang
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
-from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Delta, Reasoning
-from mini_sglang.server.answers.format import DONE, AnswerFormat, event
+from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import DONE, AnswerFormat, event
+from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta, Reasoning
 from mini_sglang.server.answers.model_format import AnswerRules
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.bodies import OpenAIBody
 from mini_sglang.text.tokenizer import Tokenizer
@@ -124,7 +123,7 @@ class ChatFormat(AnswerFormat):
         if answer.calls:
             message["content"] = answer.content or None
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
                 for call in answer.calls
             ]
         logprobs = self._logprobs(output.logprobs)
@@ -140,24 +139,24 @@ class ChatFormat(AnswerFormat):
 
 
 def _chat_delta(deltas: Sequence[Delta]) -> Json:
-    """The delta of one chunk, in which deltas of one kind are joined."""
-    new = Answer()
+    """The delta of one chunk, which joins deltas of one kind."""
+    content = reasoning = ""
     calls: dict[int, Json] = {}
     for part in deltas:
         match part:
             case Content(text):
-                new.content += text
+                content += text
             case Reasoning(text):
-                new.reasoning += text
+                reasoning += text
             case CallOpening(number, call_id, name):
                 function = {"name": name, "arguments": ""}
                 calls[number] = {"index": number, "id": call_id, "type": "function", "function": function}
             case CallArguments(number, text):
                 call = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
-    delta: Json = _reasoning(new.reasoning) if new.reasoning else {}
-    if new.content:
-        delta["content"] = new.content
+    delta: Json = _reasoning(reasoning) if reasoning else {}
+    if content:
+        delta["content"] = content
     if calls:
         delta["tool_calls"] = list(calls.values())
     return delta
@@ -168,28 +167,20 @@ def _reasoning(text: str) -> Json:
     return {"reasoning_content": text, "reasoning": text}
 
 
-@dataclass(frozen=True)
-class EchoedPrompt:
-    """A prompt that the answer begins with."""
-
-    text: str
-    token_ids: list[int]
-
-
 _COMPLETION = "text_completion"  # and of its chunks
 
 
 class CompletionFormat(AnswerFormat):
     """Answers of /v1/completions. Keeps for each choice how far its tokens reach into the text.
 
-    With `echoes`, choice i begins with echoes[i // n].
+    With `echoes`, the texts of the prompts, every choice begins with its prompt.
     """
 
-    def __init__(self, job: Job, envelope: Envelope, tokenizer: Tokenizer, echoes: Sequence[EchoedPrompt] = ()) -> None:
+    def __init__(self, job: Job, envelope: Envelope, tokenizer: Tokenizer, echoes: Sequence[str] = ()) -> None:
+        self._job = job
         self._envelope = envelope
         self._tokenizer = tokenizer
         self._echoes = echoes
-        self._n = job.n
         self._offsets: dict[int, _TextOffset] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
@@ -205,28 +196,28 @@ class CompletionFormat(AnswerFormat):
 
     def _choice(self, index: int, output: RequestOutput, text: str, entries: list[TokenLogprobs] | None) -> Json:
         logprobs: Json | None = None
-        echo = self._echoes[index // self._n] if self._echoes and index not in self._offsets else None
+        echo = self._echoes[index // self._job.n] if self._echoes and index not in self._offsets else None
         offset = self._offsets.setdefault(index, _TextOffset())
         if entries is not None:
             logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echo is not None:
-            text = echo.text + text
+            text = echo + text
             if logprobs is not None:
-                self._add_prompt(logprobs, offset, echo, output.prompt_logprobs)
+                self._add_prompt(logprobs, offset, echo, self._job.prompt_of(index), output.prompt_logprobs)
         if logprobs is not None:
             for entry in entries or ():
                 self._add(logprobs, offset, entry)
         return {"index": index, "text": text, "logprobs": logprobs, **_ending(output)}
 
     def _add_prompt(
-        self, logprobs: Json, offset: _TextOffset, echo: EchoedPrompt, known: list[TokenLogprobs] | None
+        self, logprobs: Json, offset: _TextOffset, text: str, token_ids: list[int], known: list[TokenLogprobs] | None
     ) -> None:
         """Add the prompt's tokens. The first one has no probability; without `known` none has."""
-        entries = [None] * len(echo.token_ids) if known is None else [None, *known]
-        for token_id, entry in zip(echo.token_ids, entries, strict=True):
+        entries = [None] * len(token_ids) if known is None else [None, *known]
+        for token_id, entry in zip(token_ids, entries, strict=True):
             # special tokens that the tokenizer has added (a begin token) are not in the text
             is_hidden = token_id in self._tokenizer.special_token_ids and not offset.is_next(
-                self._tokenizer.token_bytes(token_id), echo.text
+                self._tokenizer.token_bytes(token_id), text
             )
             self._add(logprobs, offset, entry or TokenLogprobs([token_id], []), is_hidden)
 

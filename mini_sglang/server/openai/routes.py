@@ -6,13 +6,13 @@ import uuid
 
 from fastapi import APIRouter, Request, Response
 
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.answering import answer
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.conversation import make_chat_job
 from mini_sglang.server.generation import encode_prompts, make_job, parse_prompts, to_sampling_params
 from mini_sglang.server.openai.bodies import ChatBody, CompletionBody
-from mini_sglang.server.openai.format import ChatFormat, CompletionFormat, EchoedPrompt, Envelope
+from mini_sglang.server.openai.format import ChatFormat, CompletionFormat, Envelope
 from mini_sglang.server.request_body import client_errors, json_body, read_body
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -40,9 +40,8 @@ async def completions(request: Request) -> Response:
         prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
         job = make_job(context, f"cmpl-{uuid.uuid4().hex}", prompt_ids, params, body)
     echoes = [
-        EchoedPrompt(prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt, False), token_ids)
-        for prompt, token_ids in zip(prompts, prompt_ids, strict=True)
-        if body.echo
+        prompt if isinstance(prompt, str) else context.tokenizer.decode(prompt, skip_special_tokens=False)
+        for prompt in (prompts if body.echo else ())
     ]
     answer_format = CompletionFormat(job, Envelope(job, body, model), context.tokenizer, echoes)
     return await answer(request, job, answer_format, stream=body.stream)

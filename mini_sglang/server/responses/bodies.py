@@ -11,34 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mini_sglang.sampling_params import MAX_LOGPROBS
-from mini_sglang.server.bodies import (
-    FAIL_FAST,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    SAMPLING_FIELDS,
-    Body,
-    CalledFunction,
-    Content,
-    ConversationBody,
-    Function,
-    FunctionName,
-    Json,
-    Labels,
-    Message,
-    MessageCall,
-    NamedTool,
-    Off,
-    OffIfFalse,
-    ReasoningEffort,
-    TemplateArguments,
-    TemplateBody,
-    Tool,
-    ToolName,
-    at_most,
-    join_runs,
-    must_be_off,
-)
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
+from mini_sglang.server import chat, fields
+from mini_sglang.server.bodies import SAMPLING_FIELDS, Body
 
 _MAX_DEPTH = 100  # of objects that an answer repeats
 
@@ -60,7 +35,7 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
 def _plain_parts(content: Any) -> Any:
     """The parts of a message, which have other types here, as those of a chat's message."""
-    if not isinstance(content, list) or len(content) > MAX_MESSAGES:
+    if not isinstance(content, list) or len(content) > fields.MAX_MESSAGES:
         return content
     return [
         {"type": "text", "text": part.get("text")}
@@ -74,12 +49,12 @@ def _typed_items(value: Any) -> Any:
     """Items with their type, which messages may leave out; a string is a message of the user."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
-    if not isinstance(value, list) or len(value) > MAX_MESSAGES:
+    if not isinstance(value, list) or len(value) > fields.MAX_MESSAGES:
         return value
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
 
 
-Parts = Annotated[Content, BeforeValidator(_plain_parts)]
+Parts = Annotated[fields.Content, BeforeValidator(_plain_parts)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -100,7 +75,7 @@ class InputReasoning(Body):
     type: Literal["reasoning"]
     content: Parts | None = None
     summary: list[Json] | None = None
-    encrypted_content: Off = None
+    encrypted_content: fields.Off = None
     id: str | None = None
     status: Status | None = None
 
@@ -115,9 +90,9 @@ class InputCall(Body):
     id: str | None = None
     status: Status | None = None
     # The client's own dump of an earlier answer has these.
-    async_: Off = None
-    caller: Off = None
-    namespace: Off = None
+    async_: fields.Off = None
+    caller: fields.Off = None
+    namespace: fields.Off = None
 
 
 class InputCallOutput(Body):
@@ -134,8 +109,8 @@ InputItem = Annotated[InputMessage | InputReasoning | InputCall | InputCallOutpu
 InputItems = Annotated[
     list[InputItem],
     Field(min_length=1),
-    FAIL_FAST,
-    at_most(MAX_MESSAGES),
+    fields.FAIL_FAST,
+    fields.at_most(fields.MAX_MESSAGES),
     BeforeValidator(_typed_items, json_schema_input_type=str | list[InputItem]),
 ]
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # no answer has the latter
@@ -145,7 +120,7 @@ class FunctionTool(Body):
     """A function that the client runs."""
 
     type: Literal["function"]
-    name: ToolName
+    name: chat.ToolName
     description: str | None = None
     parameters: RepeatedObject | None = None
     strict: bool | None = None
@@ -157,8 +132,8 @@ class NamedFunction(Body):
     type: Literal["function"]
     name: str
 
-    def for_chat(self) -> NamedTool:
-        return NamedTool(type="function", function=FunctionName(name=self.name))
+    def for_chat(self) -> chat.NamedTool:
+        return chat.NamedTool(type="function", function=chat.FunctionName(name=self.name))
 
 
 class PlainFormat(Body):
@@ -182,53 +157,53 @@ class SchemaFormat(Body):
 
 class TextOptions(Body):
     format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Annotated[None, must_be_off("medium")] = None
+    verbosity: Annotated[None, fields.must_be_off("medium")] = None
 
 
 class ReasoningOptions(Body):
-    effort: ReasoningEffort | None = None
-    summary: Annotated[None, must_be_off("auto")] = None
-    generate_summary: Off = None
+    effort: chat.ReasoningEffort | None = None
+    summary: Annotated[None, fields.must_be_off("auto")] = None
+    generate_summary: fields.Off = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: OffIfFalse = None
+    include_obfuscation: fields.OffIfFalse = None
 
 
-class ResponsesBody(ConversationBody):
+class ResponsesBody(chat.ConversationBody):
     """POST /v1/responses."""
 
     model: str | None = None
     input: InputItems
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    max_tokens: Off = None  # the other APIs' name of it
+    max_tokens: fields.Off = None  # the other APIs' name of it
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    include: Annotated[list[Includable], FAIL_FAST, at_most(16)] | None = None
-    tools: Annotated[list[FunctionTool], FAIL_FAST, at_most(MAX_TOOLS)] | None = None
+    include: Annotated[list[Includable], fields.FAIL_FAST, fields.at_most(16)] | None = None
+    tools: Annotated[list[FunctionTool], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     stream_options: ResponseStreamOptions | None = None
-    chat_template_kwargs: TemplateArguments | None = None  # as for a chat
+    chat_template_kwargs: fields.TemplateArguments | None = None  # as for a chat
     # Labels for OpenAI's bookkeeping, which change no answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    metadata: Labels | None = None
-    service_tier: Annotated[None, must_be_off("auto", "default")] = None
+    metadata: fields.Labels | None = None
+    service_tier: Annotated[None, fields.must_be_off("auto", "default")] = None
     # Not supported.
-    store: OffIfFalse = None
-    previous_response_id: Off = None
-    conversation: Off = None
-    background: OffIfFalse = None
-    prompt: Off = None
-    truncation: Annotated[None, must_be_off("disabled")] = None
-    max_tool_calls: Off = None
-    context_management: Off = None
-    moderation: Off = None
+    store: fields.OffIfFalse = None
+    previous_response_id: fields.Off = None
+    conversation: fields.Off = None
+    background: fields.OffIfFalse = None
+    prompt: fields.Off = None
+    truncation: Annotated[None, fields.must_be_off("disabled")] = None
+    max_tool_calls: fields.Off = None
+    context_management: fields.Off = None
+    moderation: fields.Off = None
 
     @property
     def field_names(self) -> Mapping[str, str]:
@@ -240,14 +215,14 @@ class ResponsesBody(ConversationBody):
             "logprobs": "top_logprobs",
         }
 
-    def chat_messages(self) -> list[Message]:
+    def chat_messages(self) -> list[chat.Message]:
         """The conversation as a chat has it: the instructions first, all items of one answer as one message."""
-        instructions = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
-        return instructions + join_runs(map(_chat_message_of, self.input), ("assistant",))
+        instructions = [] if self.instructions is None else [chat.Message(role="system", content=self.instructions)]
+        return instructions + chat.join_runs(map(_chat_message_of, self.input), ("assistant",))
 
-    def template(self) -> TemplateBody:
+    def template(self) -> chat.TemplateBody:
         choice = self.tool_choice
-        return TemplateBody(
+        return chat.TemplateBody(
             chat_template_kwargs=self.chat_template_kwargs,
             tools=_chat_tools(self.tools),
             tool_choice=choice.for_chat() if isinstance(choice, NamedFunction) else choice,
@@ -266,20 +241,22 @@ class ResponsesBody(ConversationBody):
         }
 
 
-def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCallOutput) -> Message:
+def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCallOutput) -> chat.Message:
     match item:
         case InputMessage():
-            return Message(role=item.role, content=item.content)
+            return chat.Message(role=item.role, content=item.content)
         case InputReasoning():
-            return Message(role="assistant", reasoning_content=item.content)
+            return chat.Message(role="assistant", reasoning_content=item.content)
         case InputCall():
-            call = MessageCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-            return Message(role="assistant", tool_calls=[call])
+            call = chat.MessageCall(
+                id=item.call_id, function=chat.CalledFunction(name=item.name, arguments=item.arguments)
+            )
+            return chat.Message(role="assistant", tool_calls=[call])
         case InputCallOutput():
-            return Message(role="tool", content=item.output, tool_call_id=item.call_id)
+            return chat.Message(role="tool", content=item.output, tool_call_id=item.call_id)
 
 
-def _chat_tools(tools: Sequence[FunctionTool] | None) -> list[Tool] | None:
+def _chat_tools(tools: Sequence[FunctionTool] | None) -> list[chat.Tool] | None:
     if not tools:
         return None
-    return [Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in tools]
+    return [chat.Tool(type="function", function=chat.Function(**tool.model_dump(exclude={"type"}))) for tool in tools]

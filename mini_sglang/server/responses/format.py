@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
-from mini_sglang.server.answers.blocks import Block, Blocks, Change
-from mini_sglang.server.answers.format import AnswerFormat, named_event
+from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import AnswerFormat, named_event
+from mini_sglang.server.answers.deltas import Answer, Block, Change
 from mini_sglang.server.answers.model_format import AnswerParser
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.openai.format import logprob_entries
 from mini_sglang.server.responses.bodies import ResponsesBody
@@ -22,6 +22,11 @@ from mini_sglang.text.tokenizer import Tokenizer
 
 _STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
 _ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_TEXT_EVENTS = {  # of what a block's text adds up to
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
 
 
 class ResponseFormat(AnswerFormat):
@@ -36,7 +41,7 @@ class ResponseFormat(AnswerFormat):
         self._parser = parser
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._blocks = Blocks()
+        self._answer = Answer()
         self._logprobs: dict[int, list[Json]] = {}  # of the texts, by index
         self._num_events = 0
 
@@ -58,7 +63,7 @@ class ResponseFormat(AnswerFormat):
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         [last] = outputs
         response = self._complete(last)
-        for change, block, text in self._blocks.close():
+        for change, block, text in self._answer.close():
             yield from self._block_events(change, block, text, [], response["output"][-1]["status"])
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
         yield self._event(kind, response=response)
@@ -76,7 +81,7 @@ class ResponseFormat(AnswerFormat):
     ) -> Iterator[tuple[Change, Block, str, list[Json]]]:
         """Yield what `output` changes. Its log-probabilities go with the first text that it adds."""
         logprobs = logprob_entries(self._tokenizer, entries or [])
-        for change, block, text in self._blocks.push(self._parser.push(output)):
+        for change, block, text in self._answer.push(self._parser.push(output)):
             new: list[Json] = []
             if change == "grown" and block.kind == "text":
                 new, logprobs = logprobs, []
@@ -86,39 +91,34 @@ class ResponseFormat(AnswerFormat):
     def _block_events(
         self, change: Change, block: Block, text: str, logprobs: list[Json], end_status: str = "completed"
     ) -> Iterator[bytes]:
+        kind = _TEXT_EVENTS[block.kind]
         at: Json = {"item_id": self._item_id(block), "output_index": block.index}
-        part_at: Json = {**at, "content_index": 0}
-        if change == "opened":
-            item = self._item(dataclasses.replace(block, text=""), "in_progress")
-            if block.kind != "call":
-                item["content"] = []
-            yield self._event("response.output_item.added", output_index=block.index, item=item)
-            if block.kind == "text":
-                yield self._event("response.content_part.added", **part_at, part=_text_part("", []))
-        elif change == "grown":
-            match block.kind:
-                case "reasoning":
-                    yield self._event("response.reasoning_text.delta", **part_at, delta=text)
-                case "text":
-                    yield self._event("response.output_text.delta", **part_at, delta=text, logprobs=logprobs)
-                case "call":
-                    yield self._event("response.function_call_arguments.delta", **at, delta=text)
-        else:
-            item = self._item(block, end_status)
-            match block.kind:
-                case "reasoning":
-                    yield self._event("response.reasoning_text.done", **part_at, text=block.text)
-                case "text":
-                    [part] = item["content"]
-                    yield self._event(
-                        "response.output_text.done", **part_at, text=block.text, logprobs=part["logprobs"]
-                    )
-                    yield self._event("response.content_part.done", **part_at, part=part)
-                case "call":
-                    yield self._event(
-                        "response.function_call_arguments.done", **at, name=block.name, arguments=block.text
-                    )
-            yield self._event("response.output_item.done", output_index=block.index, item=item)
+        if block.kind != "call":
+            at["content_index"] = 0
+        match change, block.kind:
+            case "opened", _:
+                item = self._item(block, "in_progress")
+                if block.kind != "call":
+                    item["content"] = []
+                yield self._event("response.output_item.added", output_index=block.index, item=item)
+                if block.kind == "text":
+                    yield self._event("response.content_part.added", **at, part=_text_part("", []))
+            case "grown", "text":
+                yield self._event(f"{kind}.delta", **at, delta=text, logprobs=logprobs)
+            case "grown", _:
+                yield self._event(f"{kind}.delta", **at, delta=text)
+            case "closed", _:
+                item = self._item(block, end_status)
+                match block.kind:
+                    case "reasoning":
+                        yield self._event(f"{kind}.done", **at, text=block.text)
+                    case "text":
+                        [part] = item["content"]
+                        yield self._event(f"{kind}.done", **at, text=block.text, logprobs=part["logprobs"])
+                        yield self._event("response.content_part.done", **at, part=part)
+                    case "call":
+                        yield self._event(f"{kind}.done", **at, name=block.name, arguments=block.text)
+                yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _item(self, block: Block, status: str) -> Json:
         item: Json = {"id": self._item_id(block), "status": status}
@@ -130,13 +130,8 @@ class ResponseFormat(AnswerFormat):
                 part = _text_part(block.text, self._logprobs.get(block.index, []))
                 return {**item, "type": "message", "role": "assistant", "content": [part]}
             case "call":
-                return {
-                    **item,
-                    "type": "function_call",
-                    "call_id": block.call_id,
-                    "name": block.name,
-                    "arguments": block.text,
-                }
+                call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+                return {**item, "type": "function_call", **call}
 
     def _item_id(self, block: Block) -> str:
         return f"{_ID_PREFIXES[block.kind]}{self._id.removeprefix('resp_')}_{block.index}"
@@ -145,8 +140,7 @@ class ResponseFormat(AnswerFormat):
 
     def _complete(self, output: RequestOutput) -> Json:
         status = "completed" if output.finish_reason is None else _STATUS.get(output.finish_reason, "completed")
-        blocks = self._blocks.all
-        items = [self._item(block, "completed") for block in blocks]
+        items = [self._item(block, "completed") for block in self._answer.blocks]
         if items and status != "completed":
             items[-1]["status"] = "incomplete"
         response = {**self._response(status), "output": items, "usage": self._usage(output)}

@@ -12,20 +12,9 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mini_sglang.errors import FieldError
-from mini_sglang.sampling_params import MAX_LOGPROBS
-from mini_sglang.server.bodies import (
-    MAX_CHOICES,
-    SAMPLING_FIELDS,
-    Body,
-    JobBody,
-    Json,
-    LogitBias,
-    Off,
-    OffIfFalse,
-    StopStrings,
-    StopTokenIds,
-    schema_format,
-)
+from mini_sglang.sampling_params import MAX_LOGPROBS, Json
+from mini_sglang.server import fields
+from mini_sglang.server.bodies import SAMPLING_FIELDS, Body, JobBody, schema_format
 
 DEFAULT_NEW_TOKENS = 128
 SGLANG_FIELDS = frozenset({"text", "input_ids", "sampling_params"})  # a body with one of them is of this kind
@@ -41,7 +30,7 @@ class SglangSampling(Body):
 
     max_new_tokens: int | None = Field(default=DEFAULT_NEW_TOKENS, ge=0)  # null: up to the context
     min_new_tokens: int | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -50,20 +39,20 @@ class SglangSampling(Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     sampling_seed: int | None = None
-    stop: Annotated[StopStrings | None, BeforeValidator(_one_or_none)] = None
-    stop_token_ids: StopTokenIds | None = None
+    stop: Annotated[fields.StopStrings | None, BeforeValidator(_one_or_none)] = None
+    stop_token_ids: fields.StopTokenIds | None = None
     no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: fields.LogitBias | None = None
     spaces_between_special_tokens: bool | None = None  # no tokenizer here puts any
     json_schema: str | None = None  # as JSON text
     regex: str | None = None
     ebnf: str | None = None
     # Not supported.
-    stop_regex: Off = None
-    structural_tag: Off = None
-    custom_params: Off = None
+    stop_regex: fields.Off = None
+    structural_tag: fields.Off = None
+    custom_params: fields.Off = None
 
 
 _FIELD_NAMES = {  # SGLang's by the engine's, where they differ
@@ -91,26 +80,26 @@ class SglangBody(JobBody):
     log_metrics: bool | None = None  # changes no answer
     no_logs: bool | None = None  # nor does this
     # Not supported.
-    input_embeds: Off = None
-    image_data: Off = None
-    audio_data: Off = None
-    video_data: Off = None
-    modalities: Off = None
-    lora_path: Off = None
-    session_params: Off = None
-    custom_logit_processor: Off = None
-    token_ids_logprob: Off = None
-    return_hidden_states: OffIfFalse = None
-    return_routed_experts: OffIfFalse = None
-    return_bytes: OffIfFalse = None
-    return_entropy: OffIfFalse = None
-    background: OffIfFalse = None
-    extra_key: Off = None
-    data_parallel_rank: Off = None
-    routed_dp_rank: Off = None
-    bootstrap_host: Off = None
-    bootstrap_port: Off = None
-    bootstrap_room: Off = None
+    input_embeds: fields.Off = None
+    image_data: fields.Off = None
+    audio_data: fields.Off = None
+    video_data: fields.Off = None
+    modalities: fields.Off = None
+    lora_path: fields.Off = None
+    session_params: fields.Off = None
+    custom_logit_processor: fields.Off = None
+    token_ids_logprob: fields.Off = None
+    return_hidden_states: fields.OffIfFalse = None
+    return_routed_experts: fields.OffIfFalse = None
+    return_bytes: fields.OffIfFalse = None
+    return_entropy: fields.OffIfFalse = None
+    background: fields.OffIfFalse = None
+    extra_key: fields.Off = None
+    data_parallel_rank: fields.Off = None
+    routed_dp_rank: fields.Off = None
+    bootstrap_host: fields.Off = None
+    bootstrap_port: fields.Off = None
+    bootstrap_room: fields.Off = None
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
-from mini_sglang.server.answers.format import AnswerFormat, event
-from mini_sglang.server.bodies import Json
+from mini_sglang.sampling_params import Json
+from mini_sglang.server.answering import AnswerFormat, event
 from mini_sglang.server.generation import Job
 from mini_sglang.server.openai.format import finite, token_text
 from mini_sglang.server.sglang.bodies import SglangBody
@@ -36,7 +36,7 @@ class SglangFormat(AnswerFormat):
         text = self._texts[choice] = self._texts.get(choice, "") + output.text_delta
         answer = self._choice(choice, output, text, output.new_token_ids)
         if self._body.return_logprob:
-            answer["meta_info"] |= self._answer_logprobs(output.new_logprobs or [])
+            answer["meta_info"] |= self._named("output", output.new_logprobs or [])
             if is_first:
                 answer["meta_info"] |= self._prompt_logprobs(choice, output)
         yield event(answer if self._body.is_single else {"index": choice, **answer})
@@ -44,7 +44,7 @@ class SglangFormat(AnswerFormat):
     def _whole_choice(self, index: int, output: RequestOutput) -> Json:
         answer = self._choice(index, output, output.text, output.token_ids)
         if self._body.return_logprob:
-            answer["meta_info"] |= self._prompt_logprobs(index, output) | self._answer_logprobs(output.logprobs or [])
+            answer["meta_info"] |= self._prompt_logprobs(index, output) | self._named("output", output.logprobs or [])
         return answer
 
     def _choice(self, index: int, output: RequestOutput, text: str, token_ids: list[int]) -> Json:
@@ -59,9 +59,6 @@ class SglangFormat(AnswerFormat):
                 "cached_tokens": output.usage.cached_tokens,
             },
         }
-
-    def _answer_logprobs(self, entries: list[TokenLogprobs]) -> Json:
-        return self._named("output", entries)
 
     def _prompt_logprobs(self, index: int, output: RequestOutput) -> Json:
         """The prompt's log-probabilities from `logprob_start_len` on. Its first token has none."""

@@ -7,8 +7,8 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from mini_sglang.errors import FieldError
+from mini_sglang.sampling_params import Json
 from mini_sglang.server.answering import answer
-from mini_sglang.server.bodies import Json
 from mini_sglang.server.context import context_of
 from mini_sglang.server.generation import encode_prompts, make_job, parse_prompts, to_sampling_params
 from mini_sglang.server.request_body import client_errors

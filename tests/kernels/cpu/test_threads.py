@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,14 +28,33 @@ def count_up(data: Any) -> None:
         item = next_work_item(data)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_every_work_item_is_taken_once(threads: int) -> None:
+@cfunc("void(voidptr)")  # type: ignore[untyped-decorator]
+def take_one(data: Any) -> None:
+    """Add 1 to the count of one work item."""
+    numbers = carray(data, (2,), np.int64)
+    counts = carray(_pointer(numbers[1]), (ITEMS,), np.int64)
+    counts[next_work_item(data)] += 1
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        counts, work = torch.zeros(ITEMS, dtype=torch.int64), ParallelKernel(count_up)
-        for _ in range(20):
-            work.run(counts.data_ptr())
-        assert counts.tolist() == [20] * ITEMS
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's threads are GNU OpenMP's on Linux only")
+@pytest.mark.parametrize("threads", [2, 4], indirect=True)
+def test_every_thread_takes_part(threads: int) -> None:
+    counts = torch.zeros(ITEMS, dtype=torch.int64)
+    ParallelKernel(take_one).run(counts.data_ptr())
+    assert counts.tolist() == [1] * threads + [0] * (ITEMS - threads)
+
+
+@pytest.mark.parametrize("threads", [1, 4], indirect=True)
+def test_every_work_item_is_taken_once(threads: int) -> None:
+    counts, work = torch.zeros(ITEMS, dtype=torch.int64), ParallelKernel(count_up)
+    for _ in range(20):
+        work.run(counts.data_ptr())
+    assert counts.tolist() == [20] * ITEMS

@@ -15,7 +15,7 @@ from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewRow, ScheduledBatch
+from mini_sglang.scheduling.batch import NewRequest, ScheduledBatch
 
 # The interpreter computes with NumPy, which speaks up where -inf is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -61,9 +61,9 @@ class Draws:
         sampler = DeviceSampler(table, logits.shape[1])
         slots = random.Random(0).sample(range(self.rows), self.rows)
         placed = zip(slots, self.history, self.params, self.seeds, strict=True)
-        new_rows = [NewRow(slot, tokens, PROMPT_LENGTH, params, seed) for slot, tokens, params, seed in placed]
-        table.take(new_rows)
-        sampler.take(ScheduledBatch(0, [], new_rows, [], []))
+        new_requests = [NewRequest(slot, tokens, PROMPT_LENGTH, params, seed) for slot, tokens, params, seed in placed]
+        table.take(new_requests)
+        sampler.take(ScheduledBatch(0, [], new_requests, [], []))
         positions = torch.tensor(self.positions, dtype=torch.int32, device=DEVICE)
         token_ids = sampler.draw(logits.to(DEVICE), torch.tensor(slots, device=DEVICE), positions)
         assert table.tokens[slots, self.positions].tolist() == token_ids.tolist()

@@ -14,7 +14,7 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.answers.reasoning import REASONING_PARSERS
 from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
-from mini_sglang.server.bodies import Message, TemplateBody
+from mini_sglang.server.chat import Message, TemplateBody
 from mini_sglang.text.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}

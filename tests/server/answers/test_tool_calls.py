@@ -28,7 +28,7 @@ Summary = tuple[str, list[tuple[str, str]]]
 
 def summary(answer: Answer) -> Summary:
     """The content, and the name and arguments of each call: all but the ids, which are drawn."""
-    return answer.content, [(call.name, call.arguments) for call in answer.calls]
+    return answer.content, [(call.name, call.text) for call in answer.calls]
 
 
 def parse(notation: CallNotation, *parts: str, **settings: Any) -> Summary:
@@ -155,12 +155,12 @@ def test_calls_beyond_the_most_are_dropped() -> None:
 
 
 def test_ids_are_as_the_apis_and_templates_want_them() -> None:
-    ids = [Answer.of(ToolCallParser(HERMES, NAMES).push(HERMES_TIME)).calls[0].id for _ in range(2)]
+    ids = [Answer.of(ToolCallParser(HERMES, NAMES).push(HERMES_TIME)).calls[0].call_id for _ in range(2)]
     assert ids[0] != ids[1]
     assert ids[0].startswith("call_")
     [mistral] = Answer.of(ToolCallParser(MISTRAL, NAMES).push("[TOOL_CALLS]add{}")).calls
-    assert len(mistral.id) == 9
-    assert mistral.id.isalnum()
+    assert len(mistral.call_id) == 9
+    assert mistral.call_id.isalnum()
 
 
 FRAGMENTS = [
@@ -220,4 +220,4 @@ def test_a_long_call_costs_time_in_proportion() -> None:
     parser = ToolCallParser(HERMES, NAMES)
     text = "<tool_call>" + call("add", text='{"<\\' * 25_000) + "</tool_call>"
     deltas = [delta for start in range(0, len(text), 4) for delta in parser.push(text[start : start + 4])]
-    assert len(Answer.of(deltas).calls[0].arguments) > 100_000
+    assert len(Answer.of(deltas).calls[0].text) > 100_000

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 from fastapi import FastAPI
 
-from mini_sglang.server.pacing import RequestPacer
+from mini_sglang.server.intake import RequestPacer
 from tests.server.conftest import ScriptedEngine
 
 

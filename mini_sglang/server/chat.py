@@ -1,0 +1,220 @@
+"""A conversation as every chat API gives it in the end: messages, tools and the arguments of the chat template.
+
+The bodies of /v1/responses and /v1/messages turn themselves into these; /v1/chat/completions takes them as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import abstractmethod
+from collections.abc import Container, Iterable, Sequence
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import Field, JsonValue, model_validator
+
+from mini_sglang.errors import FieldError, shorten
+from mini_sglang.sampling_params import Json
+from mini_sglang.server import fields
+from mini_sglang.server.bodies import Body, SamplingBody
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str | Json = ""  # JSON text, or the object itself
+
+    def for_template(self) -> Json:
+        """As chat templates expect it: with the arguments as an object, unless they are none."""
+        arguments: Any = self.arguments or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                arguments = msgspec.json.decode(arguments, type=Json)
+        return {"name": self.name, "arguments": arguments}
+
+
+class MessageCall(Body):
+    """A tool call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # streams number calls, and some clients send the number back
+
+
+MessageCalls = Annotated[list[MessageCall], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)]
+
+
+class Message(Body):
+    """One message of a conversation. `developer` is OpenAI's newer word for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: fields.Content | None = None  # only an assistant may have said nothing
+    name: str | None = None
+    tool_calls: MessageCalls | None = None  # of the assistant
+    tool_call_id: str | None = None  # the call that a tool answers
+    reasoning_content: str | None = None  # the assistant's; templates decide whether the model sees it again
+    reasoning: str | None = None  # another name of reasoning_content
+    # Clients send an earlier answer back with all its fields, those that held nothing included.
+    refusal: fields.Off = None
+    audio: fields.Off = None
+    function_call: fields.Off = None
+    annotations: fields.OffIfEmpty = None
+
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"must have content, which only the role assistant may leave out, not {self.role}")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"must not have tool_calls, which only the role assistant may have, not {self.role}")
+        return self
+
+    def for_template(self) -> Json:
+        """The message as chat templates expect it."""
+        message: Json = {"role": "system" if self.role == "developer" else self.role}
+        message["content"] = self.content or ""
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id or "", "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+def join_runs(messages: Iterable[Message], roles: Container[str]) -> list[Message]:
+    """Join messages that follow each other in the same one of these roles."""
+    joined: list[Message] = []
+    for role, group in itertools.groupby(messages, key=lambda message: message.role):
+        run = list(group)
+        joined += [_joined(run)] if role in roles else run
+    return joined
+
+
+def _joined(run: Sequence[Message]) -> Message:
+    """Join messages of one role, all at once: pair by pair, each join would copy all the text before it."""
+    if len(run) == 1:
+        return run[0]
+    return Message(
+        role=run[0].role,
+        content="\n".join(message.content for message in run if message.content),
+        tool_calls=[call for message in run for call in message.tool_calls or ()] or None,
+        reasoning_content="\n".join(message.reasoning_content for message in run if message.reasoning_content) or None,
+    )
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: Json | None = None  # a JSON schema; none: there are no parameters
+    strict: bool | None = None  # calls are held to the schema by a grammar
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> Json:
+        """The tool as chat templates expect it."""
+        function: Json = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """A `tool_choice`: this function must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[Tool], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+Messages = Annotated[list[Message], Field(min_length=1), fields.FAIL_FAST, fields.at_most(fields.MAX_MESSAGES)]
+
+
+class TemplateBody(Body):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: fields.TemplateArguments | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # None: auto, if there are tools
+    parallel_tool_calls: bool | None = None  # False: one call at most
+    reasoning_effort: ReasoningEffort | None = None  # an argument of the template
+
+    @model_validator(mode="after")
+    def _one_way_to_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError("continue_final_message", "cannot be combined with add_generation_prompt")
+        for name in self.chat_template_kwargs or ():
+            if name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+                raise FieldError("chat_template_kwargs", f"must not hold {name}")
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_tools_exist(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise FieldError("tools", f"must have different names, got {twice} twice")
+        if self.tool_choice == "required" and not names:
+            raise FieldError("tool_choice", "required needs tools to choose from")
+        if self.named_tool is not None and self.named_tool not in names:
+            raise FieldError("tool_choice", f"names {shorten(self.named_tool)}, which is not among the tools")
+        return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one function that must be called, if the body names one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the prompt tells the model of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """Whether the prompt ends with the opening of an assistant message."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def template_arguments(self) -> dict[str, JsonValue]:
+        """The template's arguments besides messages and tools."""
+        arguments: dict[str, JsonValue] = {}
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            arguments["enable_thinking"] = False
+        return {**arguments, **(self.chat_template_kwargs or {})}
+
+
+class ConversationBody(SamplingBody):
+    """The body of a chat API, which turns itself into messages and the template's arguments."""
+
+    @abstractmethod
+    def chat_messages(self) -> list[Message]:
+        """The conversation."""
+
+    @abstractmethod
+    def template(self) -> TemplateBody:
+        """How the messages become a prompt. Raises ValidationError if tools and choice do not fit."""
