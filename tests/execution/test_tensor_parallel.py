@@ -15,6 +15,8 @@ from mini_sglang.models.architectures import ARCHITECTURES
 from mini_sglang.sampling_params import SamplingParams
 from tests.tiny import Checkpoints, generate_ids, greedy_ids, make_ragged_prompts, run_all, run_engine
 
+pytestmark = pytest.mark.usefixtures("thread_workers")
+
 ODD: dict[str, Any] = {
     "hidden_size": 72,
     "num_attention_heads": 9,
