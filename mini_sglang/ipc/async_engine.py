@@ -135,7 +135,7 @@ class AsyncEngine:
         Raises ValueError or OSError if a setting, the model or the folder for temporary files is wrong, RuntimeError
         with the engine's own message if it cannot start. The process also ends when the thread that called this ends.
         """
-        tokenizer = await asyncio.to_thread(_find_tokenizer, config)
+        tokenizer = await asyncio.to_thread(lambda: load_tokenizer(find_model(config)))  # which fetches it if need be
         directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.PAIR)
@@ -352,11 +352,6 @@ class AsyncEngine:
         """Queue a message, in order. Never blocks: admission bounds how many there can be."""
         if self._error is None:
             self._socket.send(messages.encode(message))
-
-
-def _find_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Find the model, fetching it if need be, and load its tokenizer. Blocks."""
-    return load_tokenizer(find_model(config))
 
 
 async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import gc
 import logging
@@ -18,7 +19,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ import uvicorn
 
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
-from mini_sglang.server.api_keys import with_all_keys
 from mini_sglang.server.app import create_app
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.intake import BoundedHttp
@@ -35,6 +35,7 @@ from mini_sglang.weights.hub import find_model
 
 logger = logging.getLogger(__name__)
 
+API_KEY_VARIABLE = "MINI_SGLANG_API_KEY"  # of the environment
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
@@ -155,6 +156,26 @@ class HttpServer(uvicorn.Server):
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], 50)
         print(self._greeting, flush=True)
+
+
+def with_all_keys(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
+    """The settings with all keys in `api_key`. In the file and in the variable, white space separates keys.
+
+    Raises ValueError if either is there and holds none, which must not open the server; OSError or ValueError if the
+    file cannot be read.
+    """
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        keys += _keys_in(f"api_key_file {config.api_key_file}", Path(config.api_key_file).read_text(encoding="utf-8"))
+    if API_KEY_VARIABLE in environment:
+        keys += _keys_in(f"the environment's {API_KEY_VARIABLE}", environment[API_KEY_VARIABLE])
+    return dataclasses.replace(config, api_key=tuple(keys))
+
+
+def _keys_in(place: str, text: str) -> list[str]:
+    if not (keys := text.split()):
+        raise ValueError(f"{place} must hold an API key, got none; leave it out to serve without keys")
+    return keys
 
 
 def _check_certificate(config: ServerConfig) -> None:
