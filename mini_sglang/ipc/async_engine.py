@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", messages.Pong, messages.Stats, messages.CacheFlushed, messages.Trace)
 
 _DELIVERIES_PER_TURN = 16  # to send one to its client takes about a tenth of a millisecond
-CALL_TIMEOUT_S = 5.0  # an engine that does not answer a ping for so long counts as stuck
+CALL_TIMEOUT_S = 5.0  # an engine that takes longer to answer a ping counts as stuck
 TRACE_TIMEOUT_S = 120.0  # a long trace takes long to write
 
 

@@ -1,4 +1,4 @@
-"""create_app makes an ASGI application of an engine, a tokenizer and settings, which the caller hands in."""
+"""Makes the ASGI application of a server: routers, error handlers, middleware and the check of API keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mini_sglang.text.tokenizer import Tokenizer
 
 
 def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The server around `engine`, which the caller made and closes."""
+    """Make the server around `engine`, which the caller has started and will close."""
     # The framework's own routes for the API's description would be outside the API key, and load scripts from abroad.
     app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None)
     context = app.state.context = ServerContext(engine, tokenizer, config)

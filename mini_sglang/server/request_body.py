@@ -41,7 +41,7 @@ def json_body(*models: type[BaseModel], required: bool = True) -> Json:
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:
-    """The request's body as `model`. Raises ApiError 400, 413, 415, or 503 if the server stops meanwhile."""
+    """Read the request's body as `model`. Raises ApiError 400, 413, 415, or 503 if the server stops meanwhile."""
     value = await read_object(request)
     return await work_on_body(request, lambda: check_body(value, model))
 
@@ -54,7 +54,7 @@ async def work_on_body(request: Request, work: Callable[[], Result], inline_byte
 
 
 async def read_object(request: Request) -> Json:
-    """The request's body as a JSON object, with its fields unchecked. Raises what `read_body` does."""
+    """Read the request's body as a JSON object with unchecked fields. Raises what `read_body` raises."""
     context = context_of(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -80,7 +80,7 @@ def decode_object(data: bytes) -> Json:
 
 
 def check_body(value: Json, model: type[Body]) -> Body:
-    """A JSON object as `model`. Raises ApiError 400."""
+    """Turn a JSON object into `model`. Raises ApiError 400."""
     for name in value:
         if name not in model.model_fields:
             message = f"{_cut(name)} is not supported by this route"
@@ -103,7 +103,7 @@ def client_errors(field_names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
-    """The raw body, refused as soon as it is known to be too long."""
+    """Read the raw body. Raises ApiError 413 as soon as it is known to be too long."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
         raise ApiError(413, f"the body may hold at most {max_bytes} bytes, got {declared}", code="body_too_large")
@@ -182,5 +182,5 @@ def _path(loc: Sequence[Any], value: Any) -> Iterator[int | str]:
 
 
 def _cut(name: str, length: int = 80) -> str:
-    """A client's own name of a field, cut to a readable length."""
+    """The name that a client gave a field, cut to a readable length."""
     return name if len(name) <= length else f"{name[:length]}…"

@@ -90,7 +90,7 @@ def partial_match(text: str, pattern: str) -> int:
 
 
 class _ByteLevelDecoder:
-    """GPT-2 style: a token is bytes, the text is all bytes read as UTF-8, U+FFFD for what is none."""
+    """GPT-2 style: a token is bytes, the text is all bytes read as UTF-8, with U+FFFD for bytes that are not."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes

@@ -1,6 +1,6 @@
-"""The body of OpenAI's /v1/responses, with this server's sampling fields besides.
+"""The body of OpenAI's /v1/responses, to which this server adds its sampling fields.
 
-The server keeps nothing between requests: a field that would need an earlier answer, or keep this one, is refused.
+The server keeps nothing between requests, so the body refuses a field that needs an earlier answer or keeps this one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
 
 def _plain_parts(content: Any) -> Any:
-    """The parts of a message, which have other types here, as those of a chat's message."""
+    """Turn a message's parts, whose types have other names here, into the parts of a chat's message."""
     if not isinstance(content, list) or len(content) > fields.MAX_MESSAGES:
         return content
     return [
@@ -46,7 +46,7 @@ def _plain_parts(content: Any) -> Any:
 
 
 def _typed_items(value: Any) -> Any:
-    """Items with their type, which messages may leave out; a string is a message of the user."""
+    """Give every item its type, which messages may leave out. A string is a message of the user."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > fields.MAX_MESSAGES:
@@ -59,7 +59,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputMessage(Body):
-    """A message of the conversation; one of an earlier answer may have all the fields that it had there."""
+    """A message of the conversation. A message of an earlier answer may keep all fields that it had there."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -216,7 +216,7 @@ class ResponsesBody(chat.ConversationBody):
         }
 
     def chat_messages(self) -> list[chat.Message]:
-        """The conversation as a chat has it: the instructions first, all items of one answer as one message."""
+        """The conversation of a chat: the instructions come first, and all items of one answer are one message."""
         instructions = [] if self.instructions is None else [chat.Message(role="system", content=self.instructions)]
         return instructions + chat.join_runs(map(_chat_message_of, self.input), ("assistant",))
 
