@@ -158,13 +158,7 @@ class AsyncEngine:
         return cls(process, context, socket, info, tokenizer)
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        cache_salt: str = "",
-        priority: int = 0,
+        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, cache_salt: str = "", priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields what is new whenever there is something, the last time with a finish reason.
 
