@@ -5,7 +5,7 @@ streams and the one shape of errors. Knows routes only from the document.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -105,7 +105,7 @@ def _complete(document: Json) -> Json:
     _, bodies = models_json_schema([(model, "validation") for model in EXAMPLES], ref_template=SCHEMA_REF)
     components = document.setdefault("components", {})
     components["schemas"] = {**bodies["$defs"], "Error": _ERROR}
-    for operation in _operations(document):
+    for operation in itertools.chain.from_iterable(path.values() for path in document["paths"].values()):
         responses = operation["responses"]
         responses.pop("422", None)  # the framework's: errors have one shape here
         responses["4XX"] = {"description": "The request is at fault; the message says how.", **_ERROR_ANSWER}
@@ -113,11 +113,6 @@ def _complete(document: Json) -> Json:
         if "requestBody" in operation:
             _describe_body(operation, bodies["$defs"])
     return document
-
-
-def _operations(document: Json) -> Iterator[Json]:
-    for path in document["paths"].values():
-        yield from path.values()
 
 
 def _describe_body(operation: Json, schemas: Json) -> None:

@@ -6,7 +6,7 @@ The server keeps nothing between requests, so the body refuses a field that need
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -125,6 +125,9 @@ class FunctionTool(Body):
     parameters: RepeatedObject | None = None
     strict: bool | None = None
 
+    def for_chat(self) -> chat.Tool:
+        return chat.Tool(type="function", function=chat.Function(**self.model_dump(exclude={"type"})))
+
 
 class NamedFunction(Body):
     """A `tool_choice`: this function must be called."""
@@ -224,7 +227,7 @@ class ResponsesBody(chat.ConversationBody):
         choice = self.tool_choice
         return chat.TemplateBody(
             chat_template_kwargs=self.chat_template_kwargs,
-            tools=_chat_tools(self.tools),
+            tools=None if not self.tools else [tool.for_chat() for tool in self.tools],
             tool_choice=choice.for_chat() if isinstance(choice, NamedFunction) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
@@ -254,9 +257,3 @@ def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCall
             return chat.Message(role="assistant", tool_calls=[call])
         case InputCallOutput():
             return chat.Message(role="tool", content=item.output, tool_call_id=item.call_id)
-
-
-def _chat_tools(tools: Sequence[FunctionTool] | None) -> list[chat.Tool] | None:
-    if not tools:
-        return None
-    return [chat.Tool(type="function", function=chat.Function(**tool.model_dump(exclude={"type"}))) for tool in tools]
