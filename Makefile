@@ -9,6 +9,10 @@ PORT   ?= 8000
 DTYPE  ?= auto
 ARGS   ?=
 
+# Tests run on all cores, a process of one thread on each; on a machine with a GPU one after another, or they would fight
+# for its memory.
+WORKERS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),0,auto)
+
 # On a machine without an NVIDIA GPU this torch comes first, or pip would bring the newest with gigabytes of CUDA.
 TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0)
 
@@ -30,7 +34,7 @@ chat: setup
 	$(BIN)/mini-sglang chat $(MODEL) --dtype $(DTYPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Programs that talk to the server (docs/api.md). They are large, so they have an environment of their own.
 test-clients: $(CLIENTS)/.ready

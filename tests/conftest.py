@@ -1,14 +1,13 @@
-"""Fixtures that many tests share: the built-in model, a browser, and for now the functions of tests/tiny.py.
+"""Fixtures that many tests share: the built-in model, a browser, a folder of tiny checkpoints.
 
-The latter hand out functions, with a folder of their own where one is needed.
+What needs neither a setup nor an end is a plain function in tests/tiny.py.
 """
 
 from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import mini_sglang
-from mini_sglang.outputs import TokenOutput
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from tests import tiny
-
-WriteCheckpoint = Callable[..., tiny.TinyCheckpoint]
-Running = Callable[..., AbstractContextManager[mini_sglang.Engine]]
 
 
 @pytest.fixture
@@ -76,67 +71,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def write_checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
-) -> WriteCheckpoint:
-    """`write_checkpoint(family, *, seed=0, sharded=False, fused=False, rope=None, **config)` → one of safetensors"""
-
-    def write(family: str = "llama", **how: Any) -> tiny.TinyCheckpoint:
-        return tiny.write_checkpoint(tmp_path_factory.mktemp(family), tiny_tokenizer, family, **how)
-
-    return write
-
-
-@pytest.fixture(scope="session")
-def write_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> WriteCheckpoint:
-    """`write_gguf(family, *, kind="F32", seed=0, rope=None, **config)` → one in a .gguf file"""
-
-    def write(family: str = "llama", **how: Any) -> tiny.TinyCheckpoint:
-        return tiny.write_gguf(tmp_path_factory.mktemp(family), tiny_tokenizer, family, **how)
-
-    return write
-
-
-@pytest.fixture(scope="session")
-def running() -> Running:
-    """`with running(model, **settings) as engine`: float32 unless `dtype` says otherwise; checked when it is left."""
-    return tiny.run_engine
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast) -> tiny.Checkpoints:
+    return tiny.Checkpoints(tmp_path_factory.mktemp("checkpoints"), tiny_tokenizer)
 
 
 @pytest.fixture
 def thread_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of tensor parallelism are threads."""
     tiny.use_thread_workers(monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def run_requests() -> Callable[..., list[list[TokenOutput]]]:
-    """`run_requests(engine, prompts, params, *, arrivals=1000)` → what came of each; `arrivals` join at each step."""
-    return tiny.run_all
-
-
-@pytest.fixture(scope="session")
-def generate() -> Callable[..., list[list[int]]]:
-    """`generate(engine, prompts, *, arrivals=1000, num_tokens=20)` → the greedy output ids of each prompt."""
-    return tiny.generate_ids
-
-
-@pytest.fixture(scope="session")
-def greedy() -> Callable[..., list[int]]:
-    """`greedy(model, prompt, num_tokens=20)` → the ids that a transformers model continues `prompt` with."""
-    return tiny.greedy_ids
-
-
-@pytest.fixture(scope="session")
-def ragged_prompts() -> Callable[[int, int], list[list[int]]]:
-    """`ragged_prompts(count, vocab_size)`"""
-    return tiny.make_ragged_prompts
-
-
-@pytest.fixture(scope="session")
-def run_server(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[tiny.RunningServer]]:
-    """`with run_server(*options) as server`: a RunningServer on a free port, killed when the block is left."""
-    return lambda *options: tiny.run_server(tmp_path_factory.mktemp("server") / "log", *options)
 
 
 @pytest.fixture(scope="module")

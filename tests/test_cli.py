@@ -6,9 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +14,16 @@ from mini_sglang.cli import main
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.execution import worker_main
 from mini_sglang.execution.executor import Executor
+from mini_sglang.weights.hub import ModelSource
+from tests.tiny import Checkpoints
 
 TINY = ["--dtype", "float32", "--num-pages", "16", "--num-threads", "1"]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos"]
 
 
 @pytest.fixture
-def tiny_model(write_checkpoint: Callable[..., Any]) -> Path:
-    path: Path = write_checkpoint("llama").path
+def tiny_model(checkpoints: Checkpoints) -> Path:
+    path: Path = checkpoints.write("llama").path
     return path
 
 
@@ -131,7 +131,7 @@ def test_model_and_shell_options_are_the_chat_command(tiny_model: Path) -> None:
     assert "/reset" in done.stdout
 
 
-def test_pull_prints_where_the_model_lies(builtin_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_prints_where_the_model_lies(builtin_model: ModelSource, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["pull", "smollm2-135m"]) == 0
     assert capsys.readouterr().out.strip() == str(builtin_model.path)
 

@@ -15,13 +15,14 @@ from mini_sglang.execution.executor import StepHandle
 from mini_sglang.outputs import FinishReason
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
+from tests.tiny import Checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(write_checkpoint: Any) -> Any:
-    engine = Engine(EngineConfig(model=str(write_checkpoint().path), dtype="float32", num_threads=1, num_pages=64))
+def engine(checkpoints: Checkpoints) -> Any:
+    engine = Engine(EngineConfig(model=str(checkpoints.write().path), dtype="float32", num_threads=1, num_pages=64))
     yield engine
     engine.close()
 
@@ -154,8 +155,8 @@ def test_logprobs_come_with_every_token(engine: Engine) -> None:
     assert seen == 4
 
 
-def test_random_weights_depend_on_the_seed_alone(write_checkpoint: Any) -> None:
-    path = str(write_checkpoint().path)
+def test_random_weights_depend_on_the_seed_alone(checkpoints: Checkpoints) -> None:
+    path = str(checkpoints.write().path)
 
     def tokens(seed: int) -> list[int]:
         config = EngineConfig(model=path, load_format="dummy", dtype="float32", num_threads=1, num_pages=64, seed=seed)
@@ -169,11 +170,11 @@ def test_random_weights_depend_on_the_seed_alone(write_checkpoint: Any) -> None:
     assert tokens(1) != tokens(2)
 
 
-def test_every_dtype_runs_on_any_cpu(write_checkpoint: Any) -> None:
+def test_every_dtype_runs_on_any_cpu(checkpoints: Checkpoints) -> None:
     """Also one that the processor has no instructions for, which oneDNN refuses."""
     best: dict[str, float] = {}
     for dtype in ("float32", "bfloat16", "float16"):
-        engine = Engine(EngineConfig(model=str(write_checkpoint().path), device="cpu", dtype=dtype, num_threads=1))
+        engine = Engine(EngineConfig(model=str(checkpoints.write().path), device="cpu", dtype=dtype, num_threads=1))
         engine.add_request("x", [5, 6, 7], SamplingParams(max_tokens=1, logprobs=1))
         [output] = engine.step().others
         assert output.logprobs is not None
@@ -208,25 +209,25 @@ def test_every_dtype_runs_on_any_cpu(write_checkpoint: Any) -> None:
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused_by_name(
-    write_checkpoint: Any, settings: dict[str, Any], message: str
+    checkpoints: Checkpoints, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine(EngineConfig(model=str(write_checkpoint().path), **settings))
+        Engine(EngineConfig(model=str(checkpoints.write().path), **settings))
 
 
 @pytest.mark.parametrize("setting", ["num_pages", "max_running_requests"])
 def test_memory_that_the_machine_does_not_give_names_the_settings_that_need_it(
-    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, setting: str
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 40)  # it claims so many pages of so many bytes
     settings: dict[str, Any] = {setting: 1 << 46}
     message = f"out of memory: .* do not fit: lower kv_cache_bytes, .*{setting}, .*can't allocate memory"
     with pytest.raises(ValueError, match=message):
-        Engine(EngineConfig(model=str(write_checkpoint().path), device="cpu", **settings))
+        Engine(EngineConfig(model=str(checkpoints.write().path), device="cpu", **settings))
 
 
-def test_random_weights_beyond_memory_ask_for_a_smaller_model(write_checkpoint: Any) -> None:
-    folder = write_checkpoint().path
+def test_random_weights_beyond_memory_ask_for_a_smaller_model(checkpoints: Checkpoints) -> None:
+    folder = checkpoints.write().path
     shape = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**shape, "vocab_size": 10**13}))
     with pytest.raises(ValueError, match="out of memory: the weights do not fit: use a smaller model or dtype"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import mini_sglang.text.tokenizer
 from mini_sglang.config import EngineConfig
@@ -17,6 +19,7 @@ from mini_sglang.outputs import FinishReason, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.text.tokenizer import load_tokenizer
+from tests.tiny import Checkpoints
 
 FREE = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 DIGITS = SamplingParams(regex="[0-9]{20}", temperature=0)
@@ -29,14 +32,16 @@ SCHEMA = {
 OBJECT = SamplingParams(
     response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}}, max_tokens=60, temperature=1, seed=1
 )
+TextOf = Callable[[list[int]], str]
+MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture
-def make_engine(write_checkpoint: Any) -> Any:
+def make_engine(checkpoints: Checkpoints) -> Iterator[MakeEngine]:
     engines = []
 
     def make(**settings: Any) -> Engine:
-        path = str(write_checkpoint().path)
+        path = str(checkpoints.write().path)
         engine = Engine(
             EngineConfig(**{"model": path, "dtype": "float32", "num_threads": 1, "num_pages": 64, **settings})
         )
@@ -69,7 +74,7 @@ def finish(engine: Engine) -> list[TokenOutput]:
 
 
 @pytest.fixture
-def text_of(tiny_tokenizer: Any) -> Any:
+def text_of(tiny_tokenizer: PreTrainedTokenizerFast) -> TextOf:
     return lambda tokens: tiny_tokenizer.decode(tokens)
 
 
@@ -91,7 +96,7 @@ def mixed(count: int) -> dict[str, tuple[list[int], SamplingParams]]:
         {"cache": "naive", "run_ahead": 2},
     ],
 )
-def test_every_request_gets_its_lone_answer(make_engine: Any, settings: dict[str, Any], text_of: Any) -> None:
+def test_every_request_gets_its_lone_answer(make_engine: MakeEngine, settings: dict[str, Any], text_of: TextOf) -> None:
     requests = mixed(12)
     alone = make_engine()
     expected = {name: run(alone, {name: request})[name] for name, request in requests.items()}
@@ -110,7 +115,7 @@ def test_every_request_gets_its_lone_answer(make_engine: Any, settings: dict[str
             assert isinstance(json.loads(text)["size"], int)
 
 
-def test_choices_of_one_prompt_follow_one_grammar_each_for_itself(make_engine: Any, text_of: Any) -> None:
+def test_choices_of_one_prompt_follow_one_grammar_each_for_itself(make_engine: MakeEngine, text_of: TextOf) -> None:
     params = [SamplingParams(regex="[a-z]{3}|[0-9]{5}", seed=seed) for seed in range(12)]
     answers = run(make_engine(run_ahead=1), {str(seed): ([7, 8, 9], each) for seed, each in enumerate(params)})
     texts = {text_of(tokens) for tokens in answers.values()}
@@ -118,7 +123,7 @@ def test_choices_of_one_prompt_follow_one_grammar_each_for_itself(make_engine: A
     assert {len(text) for text in texts} <= {3, 5}
 
 
-def test_an_answer_ends_with_its_grammar(make_engine: Any) -> None:
+def test_an_answer_ends_with_its_grammar(make_engine: MakeEngine) -> None:
     engine = make_engine()
     for params in (SamplingParams(choice=["a1"]), SamplingParams(choice=["a1"], ignore_eos=True, min_tokens=9)):
         engine.add_request("x", [7, 8, 9], params)
@@ -127,7 +132,7 @@ def test_an_answer_ends_with_its_grammar(make_engine: Any) -> None:
     assert engine.stats().num_finished == 2
 
 
-def test_penalties_biases_and_logprobs_go_with_a_grammar(make_engine: Any, text_of: Any) -> None:
+def test_penalties_biases_and_logprobs_go_with_a_grammar(make_engine: MakeEngine, text_of: TextOf) -> None:
     params = SamplingParams(
         regex="[0-9]{12}", temperature=1, seed=3, top_p=0.9, top_k=40, repetition_penalty=1.3, logprobs=2,
         logit_bias={50: 20.0},
@@ -139,7 +144,7 @@ def test_penalties_biases_and_logprobs_go_with_a_grammar(make_engine: Any, text_
     assert all(output.logprobs for output in outputs if output.token_ids)
 
 
-def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(make_engine: Any) -> None:
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(make_engine: MakeEngine) -> None:
     engine = make_engine(run_ahead=1)
     engine.add_request("bad", [7, 8, 9], SamplingParams(regex="["))
     engine.add_request("good", [7, 8, 9], FREE)
@@ -153,7 +158,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(make_engine: A
         engine.check_grammar(SamplingParams(regex="["))
 
 
-def test_aborts_at_any_moment_leave_nothing_behind(make_engine: Any) -> None:
+def test_aborts_at_any_moment_leave_nothing_behind(make_engine: MakeEngine) -> None:
     engine = make_engine(run_ahead=1)
     for steps in range(12):
         engine.add_request("x", [7, 8, 9], DIGITS)
@@ -168,7 +173,7 @@ def test_aborts_at_any_moment_leave_nothing_behind(make_engine: Any) -> None:
 
 @pytest.mark.parametrize("fails", ["launch", "result"])
 def test_a_failed_step_ends_its_requests_and_the_next_ones_are_right(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, fails: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     engine = make_engine(run_ahead=1)
     requests = {"x": ([7, 8, 9], DIGITS), "y": ([7, 8], FREE)}
@@ -188,7 +193,9 @@ def test_a_failed_step_ends_its_requests_and_the_next_ones_are_right(
     assert run(engine, requests) == expected
 
 
-def test_other_requests_do_not_wait_while_a_grammar_compiles(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_do_not_wait_while_a_grammar_compiles(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(run_ahead=1)
     engine.check_grammar(DIGITS)
     compile_grammar = GrammarCompiler.compile
@@ -204,7 +211,9 @@ def test_other_requests_do_not_wait_while_a_grammar_compiles(make_engine: Any, m
     assert ended == ["free", "slow"]
 
 
-def test_free_requests_are_in_every_step_beside_one_that_waits_for_masks(make_engine: Any) -> None:
+def test_free_requests_are_in_every_step_beside_one_that_waits_for_masks(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(run_ahead=1)
     batches: list[ScheduledBatch] = []
     launch = engine.executor.launch
@@ -213,7 +222,7 @@ def test_free_requests_are_in_every_step_beside_one_that_waits_for_masks(make_en
         batches.append(batch)
         return launch(batch)
 
-    engine.executor.launch = launch_and_note
+    monkeypatch.setattr(engine.executor, "launch", launch_and_note)
     run(engine, {"x": ([7, 8, 9], DIGITS), "y": ([7, 8], FREE), "z": ([9], FREE)})
     masked = [batch for batch in batches if batch.masks]
     assert all(len(batch.masks) == 1 for batch in masked)
@@ -223,7 +232,9 @@ def test_free_requests_are_in_every_step_beside_one_that_waits_for_masks(make_en
     assert sum(free_rows) == 60
 
 
-def test_the_tokenizer_is_loaded_with_the_first_grammar(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_loaded_with_the_first_grammar(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[Any] = []
 
     def load(source: Any) -> Any:
@@ -239,8 +250,8 @@ def test_the_tokenizer_is_loaded_with_the_first_grammar(make_engine: Any, monkey
     assert len(loaded) == 1
 
 
-def test_a_model_without_a_tokenizer_refuses_grammars_alone(write_checkpoint: Any) -> None:
-    path = write_checkpoint().path
+def test_a_model_without_a_tokenizer_refuses_grammars_alone(checkpoints: Checkpoints) -> None:
+    path = checkpoints.write().path
     hidden = [file for file in path.iterdir() if file.name.startswith("tokenizer")]
     for file in hidden:
         file.rename(file.with_name(f"hidden-{file.name}"))

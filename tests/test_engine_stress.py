@@ -14,6 +14,7 @@ from mini_sglang.engine import Engine
 from mini_sglang.outputs import FinishReason
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
+from tests.tiny import Checkpoints, TinyCheckpoint, generate_ids, greedy_ids, run_engine
 
 GPU = {"device": "cuda", "max_running_requests": 16}
 MODES = {
@@ -49,30 +50,28 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(write_checkpoint: Any) -> Any:
-    return write_checkpoint("llama")
+def checkpoint(checkpoints: Checkpoints) -> Any:
+    return checkpoints.write("llama")
 
 
 @pytest.mark.parametrize("cache", ["radix", "naive"])
-def test_thirteen_equal_prompts_at_once(
-    checkpoint: Any, running: Any, generate: Any, greedy: Any, mode: dict[str, Any], cache: str
-) -> None:
-    with running(checkpoint.path, cache=cache, **mode) as engine:
+def test_thirteen_equal_prompts_at_once(checkpoint: TinyCheckpoint, mode: dict[str, Any], cache: str) -> None:
+    with run_engine(checkpoint.path, cache=cache, **mode) as engine:
         for length in (1, 15, 16, 17, 90):
             prompt = [3 + length + index % 7 for index in range(length)]
-            expected = [greedy(checkpoint.model, prompt, 12)] * 13
-            assert generate(engine, [prompt] * 13, num_tokens=12) == expected, f"{length} tokens"
-            assert generate(engine, [prompt] * 13, num_tokens=12, arrivals=5) == expected, f"{length} tokens, again"
+            expected = [greedy_ids(checkpoint.model, prompt, 12)] * 13
+            assert generate_ids(engine, [prompt] * 13, num_tokens=12) == expected, f"{length} tokens"
+            assert generate_ids(engine, [prompt] * 13, num_tokens=12, arrivals=5) == expected, f"{length} tokens, again"
 
 
 def test_equal_answers_become_shared_while_another_request_waits(
-    checkpoint: Any, running: Any, greedy: Any, mode: dict[str, Any]
+    checkpoint: TinyCheckpoint, mode: dict[str, Any]
 ) -> None:
     """Who may have to wait has the answers published: twelve requests change over to the first one's pages."""
     prompt = list(range(5, 10))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     masked = SamplingParams(regex="a")
-    with running(checkpoint.path, page_size=4, **mode) as engine:
+    with run_engine(checkpoint.path, page_size=4, **mode) as engine:
         got = Collected(engine)
         for index in range(13):
             engine.add_request(str(index), prompt, params)
@@ -86,26 +85,26 @@ def test_equal_answers_become_shared_while_another_request_waits(
         while len(got.reasons) < 13:
             got.step()
         engine.abort("masked")
-    assert list(got.tokens.values()) == [greedy(checkpoint.model, prompt, 60)] * 13
+    assert list(got.tokens.values()) == [greedy_ids(checkpoint.model, prompt, 60)] * 13
 
 
 @pytest.mark.parametrize("end", [FinishReason.LENGTH, FinishReason.STOP])
 def test_aborts_at_every_step_around_the_end(
-    checkpoint: Any, running: Any, greedy: Any, mode: dict[str, Any], end: FinishReason
+    checkpoint: TinyCheckpoint, mode: dict[str, Any], end: FinishReason
 ) -> None:
     """Two requests end by themselves in one step and are aborted there, a step earlier, a step later, and so on.
 
     Others with the same beginning, and one that takes the pages and the slot just left, get what they get alone.
     """
     prompt = list(range(5, 42))
-    tokens = greedy(checkpoint.model, prompt, 16)
+    tokens = greedy_ids(checkpoint.model, prompt, 16)
     length = next(count for count in range(5, 16) if tokens[count - 1] not in tokens[: count - 1])
     stop = [tokens[length - 1]] if end is FinishReason.STOP else []
     limit = length if end is FinishReason.LENGTH else 16
     ending = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, stop_token_ids=stop)
     lasting = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     reached = set()
-    with running(checkpoint.path, **{**mode, "max_running_requests": 4}) as engine:
+    with run_engine(checkpoint.path, **{**mode, "max_running_requests": 4}) as engine:
         for steps in range(length + 4):
             got = Collected(engine)
             engine.add_request("ends", prompt, ending)
@@ -128,13 +127,11 @@ def test_aborts_at_every_step_around_the_end(
     assert reached == set(range(length + 1)), "the aborts missed a step"
 
 
-def test_everything_aborted_at_once_leaves_nothing_behind(
-    checkpoint: Any, running: Any, generate: Any, greedy: Any, mode: dict[str, Any]
-) -> None:
+def test_everything_aborted_at_once_leaves_nothing_behind(checkpoint: TinyCheckpoint, mode: dict[str, Any]) -> None:
     prompts = [[3 + index, *range(10, 30)] for index in range(12)]
-    expected = [greedy(checkpoint.model, prompt, 4) for prompt in prompts]
+    expected = [greedy_ids(checkpoint.model, prompt, 4) for prompt in prompts]
     params = [SamplingParams(temperature=0, max_tokens=1 + index, ignore_eos=True) for index in range(12)]
-    with running(checkpoint.path, **mode) as engine:
+    with run_engine(checkpoint.path, **mode) as engine:
         for steps in range(14):
             for index, prompt in enumerate(prompts):
                 engine.add_request(f"{steps}-{index}", prompt, params[index])
@@ -142,5 +139,5 @@ def test_everything_aborted_at_once_leaves_nothing_behind(
                 engine.step()
             for index in range(12):
                 engine.abort(f"{steps}-{index}")
-            assert generate(engine, prompts, num_tokens=4) == expected, f"after an abort after {steps} steps"
+            assert generate_ids(engine, prompts, num_tokens=4) == expected, f"after an abort after {steps} steps"
             engine.check()

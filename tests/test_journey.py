@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 import mini_sglang
+from tests.tiny import run_server
 
 MOST_FILES = 39
 FOLLOW = """
@@ -48,13 +48,11 @@ signal.signal(signal.SIGUSR2, end)
 """
 
 
-def test_a_warm_completion_enters_few_files(
-    tmp_path: Path, monkeypatch: Any, run_server: Callable[..., AbstractContextManager[Any]]
-) -> None:
+def test_a_warm_completion_enters_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(FOLLOW)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("JOURNEY", str(tmp_path))
-    with run_server("--dtype", "float32", "--kv-cache-bytes", str(1 << 26)) as server:
+    with run_server(tmp_path / "log", "--dtype", "float32", "--kv-cache-bytes", str(1 << 26)) as server:
         pids = [server.process.pid, server.engine_pid]
         body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         server.post("/v1/completions", **body)

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mini_sglang import LLM, FinishReason, RequestOutput, SamplingParams
+from tests.tiny import Checkpoints
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in REFERENCE["cases"]}
@@ -283,16 +283,16 @@ def test_the_progress_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture
     assert "2/2" in captured.err
 
 
-def test_a_closed_model_refuses_work_and_closes_twice(write_checkpoint: Callable[..., Any]) -> None:
-    with LLM(str(write_checkpoint("llama").path), num_pages=4, num_threads=1) as other:
+def test_a_closed_model_refuses_work_and_closes_twice(checkpoints: Checkpoints) -> None:
+    with LLM(str(checkpoints.write("llama").path), num_pages=4, num_threads=1) as other:
         other.generate([5], greedy(1), progress=False)
     other.close()
     with pytest.raises(ValueError, match="closed"):
         other.generate([5], greedy(1), progress=False)
 
 
-def test_two_models_live_side_by_side(llm: LLM, write_checkpoint: Callable[..., Any]) -> None:
-    with LLM(str(write_checkpoint("qwen2").path), num_pages=4, num_threads=1) as other:
+def test_two_models_live_side_by_side(llm: LLM, checkpoints: Checkpoints) -> None:
+    with LLM(str(checkpoints.write("qwen2").path), num_pages=4, num_threads=1) as other:
         first, second = llm.stream(CONTRACT, greedy(2)), other.stream([5, 6], greedy(2))
         next(first), next(second)
         assert [output.text_delta for output in first] == ["."]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from mini_sglang.verify import (
     verify_model,
 )
 from mini_sglang.weights.hub import ModelSource
+from tests.tiny import Checkpoints, TinyCheckpoint
 
 
-def config_of(checkpoint: Any) -> EngineConfig:
+def config_of(checkpoint: TinyCheckpoint) -> EngineConfig:
     return EngineConfig(model=str(checkpoint.path), num_pages=64, num_threads=1)
 
 
@@ -41,9 +41,9 @@ def test_the_contracts_ids_are_recorded_once_and_again() -> None:
 
 
 def test_a_model_that_is_equal_to_transformers_but_not_as_recorded_is_found_out(
-    write_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, lines = write_checkpoint("llama"), list[str]()
+    checkpoint, lines = checkpoints.write("llama"), list[str]()
     monkeypatch.setitem(CONTRACT_IDS, checkpoint.path.name.lower(), [-1, -2])
     assert not verify_model(config_of(checkpoint), max_tokens=4, report=lines.append)
     assert "  recorded      DIFFERENT: [-1, -2]" in lines
@@ -51,9 +51,9 @@ def test_a_model_that_is_equal_to_transformers_but_not_as_recorded_is_found_out(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_folder_of_safetensors_equals_transformers(write_checkpoint: Callable[..., Any], family: str) -> None:
+def test_a_folder_of_safetensors_equals_transformers(checkpoints: Checkpoints, family: str) -> None:
     lines: list[str] = []
-    assert verify_model(config_of(write_checkpoint(family)), max_tokens=6, report=lines.append)
+    assert verify_model(config_of(checkpoints.write(family)), max_tokens=6, report=lines.append)
     assert sum(line.endswith(": equal") for line in lines) == len(PROMPTS) >= 13
 
 
@@ -62,9 +62,9 @@ def test_a_folder_of_safetensors_equals_transformers(write_checkpoint: Callable[
     [("llama", "llama3", False), ("llama", "yarn", True), ("qwen2", "linear", False), ("smollm3", "linear", True)],
 )
 def test_a_gguf_file_equals_transformers_with_our_weights(
-    write_gguf: Callable[..., Any], family: str, rope: str, tied: bool
+    checkpoints: Checkpoints, family: str, rope: str, tied: bool
 ) -> None:
-    checkpoint = write_gguf(family, kind="Q8_0", rope=rope, tie_word_embeddings=tied, num_hidden_layers=4)
+    checkpoint = checkpoints.write_gguf(family, kind="Q8_0", rope=rope, tie_word_embeddings=tied, num_hidden_layers=4)
     assert verify_model(config_of(checkpoint), max_tokens=6, report=lambda line: None)
 
 
@@ -79,29 +79,27 @@ def test_a_gguf_file_equals_transformers_with_our_weights(
     ],
 )
 def test_a_gguf_file_of_a_mixture_equals_transformers_with_our_weights(
-    write_gguf: Callable[..., Any], family: str, settings: dict[str, Any]
+    checkpoints: Checkpoints, family: str, settings: dict[str, Any]
 ) -> None:
-    checkpoint = write_gguf(family, kind="Q8_0", **settings)
+    checkpoint = checkpoints.write_gguf(family, kind="Q8_0", **settings)
     assert verify_model(config_of(checkpoint), max_tokens=6, report=lambda line: None)
 
 
-def test_prompts_leave_room_in_a_short_context(write_checkpoint: Callable[..., Any]) -> None:
-    config = config_of(write_checkpoint("llama")).replace(context_length=64)
+def test_prompts_leave_room_in_a_short_context(checkpoints: Checkpoints) -> None:
+    config = config_of(checkpoints.write("llama")).replace(context_length=64)
     assert verify_model(config, max_tokens=6, report=lambda line: None)
     with pytest.raises(ValueError, match="max_tokens must be below the context length 64, got 64"):
         verify_model(config, max_tokens=64)
 
 
-def test_other_weights_are_found_out(write_checkpoint: Callable[..., Any]) -> None:
-    ours, other = write_checkpoint("llama", seed=0), write_checkpoint("llama", seed=1)
+def test_other_weights_are_found_out(checkpoints: Checkpoints) -> None:
+    ours, other = checkpoints.write("llama", seed=0), checkpoints.write("llama", seed=1)
     [comparison] = compare(config_of(ours), other.source, {"prompt": [5, 6, 7]}, 6)
     assert comparison.first_difference is not None
 
 
-def test_other_weights_fail_the_whole_verification(
-    write_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, other = write_checkpoint("llama", seed=0), write_checkpoint("llama", seed=1)
+def test_other_weights_fail_the_whole_verification(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = checkpoints.write("llama", seed=0), checkpoints.write("llama", seed=1)
     monkeypatch.setattr("mini_sglang.verify.load_reference", lambda source: load_reference(other.source))
     lines: list[str] = []
     assert not verify_model(config_of(ours), max_tokens=6, report=lines.append)

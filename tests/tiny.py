@@ -338,46 +338,48 @@ def make_model(family: str, *, seed: int = 0, rope: str | None = None, **config:
     return model
 
 
-def write_checkpoint(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    family: str = "llama",
-    *,
-    seed: int = 0,
-    sharded: bool = False,
-    fused: bool = False,
-    rope: str | None = None,
-    **config: object,
-) -> TinyCheckpoint:
-    """`make_model` as safetensors in `folder`.
+@dataclass(frozen=True)
+class Checkpoints:
+    """Writes tiny checkpoints, each to a new folder in `root`."""
 
-    With `fused` all experts of a layer are one tensor, as transformers 5 holds them, else in the published layout.
-    """
-    model = make_model(family, seed=seed, rope=rope, **config)
-    model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB", save_original_format=not fused)
-    tokenizer.save_pretrained(folder)
-    return TinyCheckpoint(folder, model)
+    root: Path
+    tokenizer: PreTrainedTokenizerFast
 
+    def write(
+        self,
+        family: str = "llama",
+        *,
+        seed: int = 0,
+        sharded: bool = False,
+        fused: bool = False,
+        rope: str | None = None,
+        **config: object,
+    ) -> TinyCheckpoint:
+        """`make_model` as safetensors.
 
-def write_gguf(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    family: str = "llama",
-    *,
-    kind: str = "F32",
-    seed: int = 0,
-    rope: str | None = None,
-    **config: object,
-) -> TinyCheckpoint:
-    """`make_model` as a .gguf file in `folder`, as llama.cpp converts it.
+        With `fused` all experts of a layer are one tensor, as transformers 5 holds them, else in the published layout.
+        """
+        folder = self._new_folder(family)
+        model = make_model(family, seed=seed, rope=rope, **config)
+        model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB", save_original_format=not fused)
+        self.tokenizer.save_pretrained(folder)
+        return TinyCheckpoint(folder, model)
 
-    `kind` is the type of the matrices, a name of gguf.GGMLQuantizationType. The model of a quantised file holds the
-    dequantised weights, so that it computes what the file says.
-    """
-    model = make_model(family, seed=seed, rope=rope, **config)
-    path = folder / f"{family}-{kind}.gguf"
-    save_gguf(path, family, model, tokenizer, gguf.GGMLQuantizationType[kind])
-    return TinyCheckpoint(path, model)
+    def write_gguf(
+        self, family: str = "llama", *, kind: str = "F32", seed: int = 0, rope: str | None = None, **config: object
+    ) -> TinyCheckpoint:
+        """`make_model` as a .gguf file, as llama.cpp converts it.
+
+        `kind` is the type of the matrices, a name of gguf.GGMLQuantizationType. The model of a quantised file holds the
+        dequantised weights, so that it computes what the file says.
+        """
+        model = make_model(family, seed=seed, rope=rope, **config)
+        path = self._new_folder(family) / f"{family}-{kind}.gguf"
+        save_gguf(path, family, model, self.tokenizer, gguf.GGMLQuantizationType[kind])
+        return TinyCheckpoint(path, model)
+
+    def _new_folder(self, family: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"{family}-", dir=self.root))
 
 
 def save_gguf(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,11 @@ from mini_sglang.learn.results import EVENTS, CheckResult, Report, Started
 LIMIT_S = 60.0
 CHECK = "check.py"
 _CONFIG = "[pytest]\naddopts = -q -p no:cacheprovider --noconftest --import-mode=importlib\n"
+
+
+# Runs `python -m` with some words, in a folder, with environment variables, for at most this many seconds. Returns its
+# exit status, negative for a signal and None if it did not end in time, and what it printed.
+RunPython = Callable[[Sequence[str], Path, Mapping[str, str], float], tuple[int | None, str]]
 
 
 @contextmanager
@@ -40,6 +45,25 @@ def overlay(sources: Mapping[str, str]) -> Iterator[Path]:
         yield folder
 
 
+def run_python(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], limit_s: float
+) -> tuple[int | None, str]:
+    """A RunPython; what the process has started and left behind is killed with it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, output
+
+
 def run_checks(
     lesson: Lesson,
     sources: Mapping[str, str],
@@ -47,6 +71,7 @@ def run_checks(
     contract: bool = True,
     stop_at_first: bool = False,
     limit_s: float = LIMIT_S,
+    python: RunPython = run_python,
 ) -> Report:
     """Run the lesson's check.py and, after it, the contract, with `sources` in place.
 
@@ -58,9 +83,9 @@ def run_checks(
         (folder / "pytest.ini").write_text(_CONFIG)
         files = [lesson.folder / "check.py", *([folder / PACKAGE.name / "learn" / "contract.py"] if contract else [])]
         options = ["-x"] if stop_at_first else []
-        command = [sys.executable, "-m", "pytest", "-c", folder / "pytest.ini", "--rootdir", folder, *options]
+        command = ["pytest", "-c", folder / "pytest.ini", "--rootdir", folder, *options]
         command += ["-p", f"{PACKAGE.name}.learn.recorder", "--lesson-events", events, *files]
-        cut_short, output = _run([str(word) for word in command], folder, limit_s)
+        status, output = python([str(word) for word in command], folder, _environment(folder), limit_s)
         names = {str(folder / PACKAGE.name / module_path(name)): module_path(name).as_posix() for name in sources}
         names[str(lesson.folder / "check.py")] = CHECK
         lines = events.read_bytes().splitlines() if events.exists() else []
@@ -69,31 +94,22 @@ def run_checks(
             if isinstance(event, CheckResult):
                 results.append(_with_frames_of(event, names))
             unfinished = event.name if isinstance(event, Started) else ""
+    cut_short = _why_cut_short(status, limit_s)
     if not results and not cut_short:
-        cut_short = f"no check was run:\n{output}"
+        cut_short = f"no check was run:\n{output[-2000:]}"
     return Report(results, unfinished if cut_short else "", cut_short, time.monotonic() - began)
 
 
-def _run(command: list[str], folder: Path, limit_s: float) -> tuple[str, str]:
-    """Run to the end or the limit; returns why the run was cut short ("" if it was not) and the end of its output."""
+def _environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def _why_cut_short(status: int | None, limit_s: float) -> str:
+    if status is None:
         slow = "a loop in your code that never ends, or a machine that is busy with other things"
-        return f"the checks were not done after {limit_s:.0f} s, and were stopped ({slow})", ""
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # ends what the engine may have started too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode < 0:
-        return f"the checks' process died of signal {-process.returncode}", output[-2000:]
-    return "", output[-2000:]
+        return f"the checks were not done after {limit_s:.0f} s, and were stopped ({slow})"
+    return f"the checks' process died of signal {-status}" if status < 0 else ""
 
 
 def _with_frames_of(result: CheckResult, names: Mapping[str, str]) -> CheckResult:

@@ -6,24 +6,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mini_sglang.cli import main
 from mini_sglang.weights.hub import resolve_model
+from tests.tiny import Checkpoints
 
 ENGINE = ["--dtype", "float32", "--num-pages", "64", "--num-threads", "1"]
 CEILINGS = ["--copy-tb-s", "0.02", "--gemm-tflop-s", "0.1"]
 
 
 @pytest.fixture
-def shape(write_checkpoint: Any, tmp_path: Path) -> str:
+def shape(checkpoints: Checkpoints, tmp_path: Path) -> str:
     """A folder with nothing but a config.json."""
     folder = tmp_path / "shape"
     folder.mkdir()
-    (folder / "config.json").write_text((write_checkpoint("qwen3").path / "config.json").read_text())
+    (folder / "config.json").write_text((checkpoints.write("qwen3").path / "config.json").read_text())
     return str(folder)
 
 

@@ -8,22 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mini_sglang.cli import main
+from tests.tiny import Checkpoints
 
 Start = Callable[..., str]
 SMALL = ("--num-requests", "12", "--input-length", "10:30", "--output-length", "4", "--warmup", "2")
 
 
 @pytest.fixture(scope="module")
-def own_server(write_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def own_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of this project's server with a tiny model."""
     log = tmp_path_factory.mktemp("server") / "log"
     options = ("--dtype", "float32", "--num-threads", "1", "--num-pages", "64", "--port", "0")
-    command = (sys.executable, "-m", "mini_sglang.server", "--model", str(write_checkpoint().path), *options)
+    command = (sys.executable, "-m", "mini_sglang.server", "--model", str(checkpoints.write().path), *options)
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -57,11 +57,11 @@ def test_a_sweep_prints_tables_and_writes_figures_and_curves(
 
 @pytest.mark.parametrize("api", ["completions", "chat", "generate", "sglang"])
 def test_every_api_of_this_project_is_measured(
-    own_server: str, api: str, tmp_path: Path, write_checkpoint: Any
+    own_server: str, api: str, tmp_path: Path, checkpoints: Checkpoints
 ) -> None:
     out = tmp_path / "figures.json"
     options = ["--api", api, "--vocab", "100:300", "--concurrency", "3", "--flush-cache", "--json", str(out)]
-    tokenizer = ["--tokenizer", str(write_checkpoint().path)]
+    tokenizer = ["--tokenizer", str(checkpoints.write().path)]
     assert main(["bench", "serving", "--url", own_server, *SMALL, *options, *tokenizer]) == 0
     [result] = json.loads(out.read_text())["results"]
     assert (result["num_completed"], result["errors"]) == (12, {})

@@ -13,6 +13,7 @@ from mini_sglang.bench.load_generator import LoadRequest
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import resolve_model
+from tests.tiny import Checkpoints
 
 CHAT = [
     {"role": "user", "content": "Name a colour."},
@@ -31,9 +32,9 @@ def prompts(requests: list[LoadRequest]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def model(write_checkpoint: Any) -> str:
+def model(checkpoints: Checkpoints) -> str:
     """A tiny one, whose tokenizer loads fast."""
-    return str(write_checkpoint().path)
+    return str(checkpoints.write().path)
 
 
 @pytest.fixture

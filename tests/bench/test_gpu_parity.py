@@ -11,16 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu_parity
 from mini_sglang.weights.hub import ModelSource
+from tests.tiny import Checkpoints, TinyCheckpoint
 
 PROMPTS = [[5, 6, 7], list(range(10, 40))]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(write_checkpoint: Any) -> Any:
-    return write_checkpoint("llama")
+def checkpoint(checkpoints: Checkpoints) -> Any:
+    return checkpoints.write("llama")
 
 
-def test_both_sides_are_about_as_far_from_float32(checkpoint: Any) -> None:
+def test_both_sides_are_about_as_far_from_float32(checkpoint: TinyCheckpoint) -> None:
     figures = gpu_parity.measure(str(checkpoint.path), PROMPTS, "cpu", 60)
     assert figures["tokens"] == 60
     theirs = figures["transformers_bfloat16"]
@@ -30,7 +31,7 @@ def test_both_sides_are_about_as_far_from_float32(checkpoint: Any) -> None:
         assert ours["max"] < 3 * theirs["max"]
 
 
-def test_our_scores_are_those_of_the_same_tokens_at_the_same_places(checkpoint: Any) -> None:
+def test_our_scores_are_those_of_the_same_tokens_at_the_same_places(checkpoint: TinyCheckpoint) -> None:
     """In float32 nothing is left of the distance, decoded or prefilled."""
     model = str(checkpoint.path)
     sequences, decoded = gpu_parity.sample_and_score(model, PROMPTS, "cpu", 40, dtype="float32")
@@ -40,13 +41,13 @@ def test_our_scores_are_those_of_the_same_tokens_at_the_same_places(checkpoint: 
     torch.testing.assert_close(prefilled, exact, atol=2e-5, rtol=0)
 
 
-def test_other_weights_are_far_away(checkpoint: Any, write_checkpoint: Any) -> None:
+def test_other_weights_are_far_away(checkpoint: TinyCheckpoint, checkpoints: Checkpoints) -> None:
     sequences, decoded = gpu_parity.sample_and_score(str(checkpoint.path), PROMPTS, "cpu", 40)
-    exact, theirs = gpu_parity.score_by_transformers(str(write_checkpoint("llama", seed=1).path), sequences, "cpu")
+    exact, theirs = gpu_parity.score_by_transformers(str(checkpoints.write("llama", seed=1).path), sequences, "cpu")
     assert gpu_parity.distances(decoded, exact)["mean"] > 10 * gpu_parity.distances(theirs, exact)["mean"]
 
 
-def test_modes_are_compared_with_the_default(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_are_compared_with_the_default(checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(checkpoint.path)
     names = ["overlap on and off", "overlap on and off, no graphs"]
     assert gpu_parity.equal_modes(model, PROMPTS, "cpu", 8) == dict.fromkeys(names, True)
@@ -54,7 +55,7 @@ def test_modes_are_compared_with_the_default(checkpoint: Any, monkeypatch: pytes
     assert list(gpu_parity.equal_modes(model, PROMPTS, "cpu", 8).values()) == [True, False]
 
 
-def test_random_models_are_not_flat(checkpoint: Any, tmp_path: Path) -> None:
+def test_random_models_are_not_flat(checkpoint: TinyCheckpoint, tmp_path: Path) -> None:
     gpu_parity.write_random_model(checkpoint.path, tmp_path, "cpu")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16

@@ -12,11 +12,12 @@ from mini_sglang.bench.latency import measure_latency
 from mini_sglang.bench.offline import Workload, measure_offline, run
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
+from tests.tiny import Checkpoints
 
 
 @pytest.fixture
-def engine(write_checkpoint: Any) -> Iterator[Engine]:
-    model = str(write_checkpoint().path)
+def engine(checkpoints: Checkpoints) -> Iterator[Engine]:
+    model = str(checkpoints.write().path)
     engine = Engine(EngineConfig(model=model, dtype="float32", num_threads=1, num_pages=256, max_running_requests=20))
     yield engine
     engine.close()
@@ -55,9 +56,9 @@ def test_a_run_returns_every_token(engine: Engine) -> None:
     ],
 )
 def test_a_workload_that_would_end_early_is_refused_by_name(
-    write_checkpoint: Any, settings: dict[str, Any], message: str
+    checkpoints: Checkpoints, settings: dict[str, Any], message: str
 ) -> None:
-    engine = Engine(EngineConfig(model=str(write_checkpoint().path), dtype="float32", num_threads=1, **settings))
+    engine = Engine(EngineConfig(model=str(checkpoints.write().path), dtype="float32", num_threads=1, **settings))
     for measure in (measure_offline, measure_latency):
         with pytest.raises(ValueError, match=message):
             measure(engine, Workload.streams(2, 30, 36))
@@ -114,9 +115,9 @@ def test_host_time_leaves_the_engine_as_it_was(engine: Engine) -> None:
     run(engine, Workload([[3, 4, 5]], [7]))
 
 
-def test_host_time_is_measured_in_a_pool_that_is_too_small_for_all_answers(write_checkpoint: Any) -> None:
+def test_host_time_is_measured_in_a_pool_that_is_too_small_for_all_answers(checkpoints: Checkpoints) -> None:
     """After long answers the scheduler admits few, and of so many requests some wait for pages."""
-    engine = Engine(EngineConfig(model=str(write_checkpoint().path), dtype="float32", num_threads=1, num_pages=40))
+    engine = Engine(EngineConfig(model=str(checkpoints.write().path), dtype="float32", num_threads=1, num_pages=40))
     workload = Workload.random(18, longest=90, shortest=60)
     measured = measure_offline(engine, workload, runs=1)
     assert [time.running for time in measured.host] == [10]

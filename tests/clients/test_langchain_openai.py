@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.tiny import RunningServer
+
 langchain_openai = pytest.importorskip("langchain_openai")
 
 
@@ -22,12 +24,12 @@ def get_time(zone: str) -> str:
     return f"09:30 in {zone}"
 
 
-def chat(server: Any, **more: Any) -> Any:
+def chat(server: RunningServer, **more: Any) -> Any:
     settings = {"model": "smollm2-135m", "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0}
     return langchain_openai.ChatOpenAI(**{**settings, "max_tokens": 8, **more})
 
 
-def test_a_chat_plain_streamed_and_asynchronous(server: Any, question: str, answer: str) -> None:
+def test_a_chat_plain_streamed_and_asynchronous(server: RunningServer, question: str, answer: str) -> None:
     model = chat(server, stream_usage=True)
     whole = model.invoke(question)
     assert whole.content == answer
@@ -45,13 +47,13 @@ def test_a_chat_plain_streamed_and_asynchronous(server: Any, question: str, answ
 
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
-def test_structured_output(server: Any, method: str) -> None:
+def test_structured_output(server: RunningServer, method: str) -> None:
     model = chat(server, max_tokens=64).with_structured_output(Colour, method=method)
     assert isinstance(model.invoke("Name a colour."), Colour)
 
 
 @pytest.mark.parametrize("use_responses_api", [False, True])
-def test_a_tools_result_goes_back(server: Any, use_responses_api: bool) -> None:
+def test_a_tools_result_goes_back(server: RunningServer, use_responses_api: bool) -> None:
     model = chat(server, max_tokens=64, use_responses_api=use_responses_api)
     forced = model.bind_tools([get_time], tool_choice="any", parallel_tool_calls=False)
     asked = forced.invoke("What time is it in Lima?")
@@ -62,13 +64,13 @@ def test_a_tools_result_goes_back(server: Any, use_responses_api: bool) -> None:
     assert model.bind_tools([get_time]).invoke(messages).usage_metadata["output_tokens"] > 0
 
 
-def test_responses_plain_and_streamed(server: Any, question: str, answer: str) -> None:
+def test_responses_plain_and_streamed(server: RunningServer, question: str, answer: str) -> None:
     model = chat(server, use_responses_api=True, output_version="responses/v1")
     assert model.invoke(question).text == answer
     assert "".join(chunk.text for chunk in model.stream(question)) == answer
 
 
-def test_completions(server: Any) -> None:
+def test_completions(server: RunningServer) -> None:
     settings = {"model": "smollm2-135m", "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0}
     model = langchain_openai.OpenAI(**settings, max_tokens=2)
     assert model.invoke("The capital of France is") == " Paris."

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import RunningServer
+
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else the import fetches a list of prices
 litellm = pytest.importorskip("litellm")
 
@@ -26,7 +28,7 @@ TOOL = {
 PROVIDERS = ["openai", "hosted_vllm", "anthropic"]
 
 
-def settings(server: Any, provider: str, **more: Any) -> dict[str, Any]:
+def settings(server: RunningServer, provider: str, **more: Any) -> dict[str, Any]:
     url = server.url if provider == "anthropic" else f"{server.url}/v1"
     return {"model": f"{provider}/smollm2-135m", "api_base": url, "api_key": "none", "temperature": 0, **more}
 
@@ -36,7 +38,7 @@ def text_of(chunks: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_chat_plain_and_streamed(server: Any, provider: str, question: str, answer: str) -> None:
+def test_a_chat_plain_and_streamed(server: RunningServer, provider: str, question: str, answer: str) -> None:
     messages = [{"role": "user", "content": question}]
     asked = settings(server, provider, messages=messages, max_tokens=8)
     whole = litellm.completion(**asked)
@@ -45,7 +47,7 @@ def test_a_chat_plain_and_streamed(server: Any, provider: str, question: str, an
     assert text_of(list(litellm.completion(**asked, stream=True))) == answer
 
 
-def test_the_asynchronous_calls(server: Any, question: str, answer: str) -> None:
+def test_the_asynchronous_calls(server: RunningServer, question: str, answer: str) -> None:
     messages = [{"role": "user", "content": question}]
     asked = settings(server, "openai", messages=messages, max_tokens=8)
 
@@ -58,7 +60,7 @@ def test_the_asynchronous_calls(server: Any, question: str, answer: str) -> None
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_tool_must_be_called(server: Any, provider: str) -> None:
+def test_a_tool_must_be_called(server: RunningServer, provider: str) -> None:
     messages = [{"role": "user", "content": "What time is it in Lima?"}]
     asked = settings(server, provider, messages=messages, max_tokens=64, parallel_tool_calls=False)
     [call, *_] = litellm.completion(**asked, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
@@ -66,7 +68,7 @@ def test_a_tool_must_be_called(server: Any, provider: str) -> None:
     assert list(json.loads(call.function.arguments)) == ["zone"]
 
 
-def test_log_probabilities_and_completions(server: Any, question: str) -> None:
+def test_log_probabilities_and_completions(server: RunningServer, question: str) -> None:
     messages = [{"role": "user", "content": question}]
     asked = settings(server, "openai", messages=messages, max_tokens=2, logprobs=True, top_logprobs=2)
     assert [len(entry.top_logprobs) for entry in litellm.completion(**asked).choices[0].logprobs.content] == [2, 2]
@@ -74,7 +76,7 @@ def test_log_probabilities_and_completions(server: Any, question: str) -> None:
     assert litellm.text_completion(**completion).choices[0].text == " Paris."
 
 
-def test_responses(server: Any, question: str) -> None:
+def test_responses(server: RunningServer, question: str) -> None:
     asked = settings(server, "openai", input=question, max_output_tokens=16)
     whole = litellm.responses(**asked)
     events = list(litellm.responses(**asked, stream=True))

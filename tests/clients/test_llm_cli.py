@@ -8,9 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.tiny import RunningServer
 
 pytest.importorskip("llm")
 
@@ -29,7 +30,7 @@ GREEDY = ("-o", "temperature", "0", "-o", "max_tokens")
 
 
 @pytest.fixture
-def llm_command(server: Any, tmp_path: Path) -> Callable[..., str]:
+def llm_command(server: RunningServer, tmp_path: Path) -> Callable[..., str]:
     """`llm_command(*arguments)` → what the command prints."""
     (tmp_path / "extra-openai-models.yaml").write_text(MODELS.format(url=server.url))
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from mini_sglang.weights.hub import ModelSource
+from tests.tiny import RunningServer
+
 pytest.importorskip("lm_eval")
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +36,9 @@ def evaluate(folder: Path, model: str, arguments: str, task: str, *more: str) ->
     return json.loads(results.read_text())["results"][task], [row["filtered_resps"] for row in rows]
 
 
-def test_the_score_equals_that_of_transformers(server: Any, builtin_model: Any, tmp_path: Path) -> None:
+def test_the_score_equals_that_of_transformers(
+    server: RunningServer, builtin_model: ModelSource, tmp_path: Path
+) -> None:
     pytest.importorskip("accelerate")
     url = f"model=smollm2-135m,base_url={server.url}/v1/completions"
     own_scores, own = evaluate(tmp_path, "local-completions", url, "mini_choices", "--batch_size", "4")
@@ -50,7 +55,7 @@ def test_the_score_equals_that_of_transformers(server: Any, builtin_model: Any, 
             assert str(is_greedy) == str(expected_greedy)
 
 
-def test_a_chat_generates_answers(server: Any, tmp_path: Path) -> None:
+def test_a_chat_generates_answers(server: RunningServer, tmp_path: Path) -> None:
     url = f"model=smollm2-135m,base_url={server.url}/v1/chat/completions"
     scores, answers = evaluate(
         tmp_path, "local-chat-completions", url, "mini_answers", "--apply_chat_template", "--limit", "3"

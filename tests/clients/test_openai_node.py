@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.tiny import RunningServer
 
 SCRIPT = Path(__file__).parent / "data" / "chat.js"
 
@@ -17,7 +18,7 @@ if shutil.which("node") is None or subprocess.run(("node", "-e", "require('opena
     pytest.skip("node or its package openai is not there", allow_module_level=True)
 
 
-def test_chats_tools_and_responses(server: Any, question: str, answer: str) -> None:
+def test_chats_tools_and_responses(server: RunningServer, question: str, answer: str) -> None:
     environment = {**os.environ, "BASE_URL": f"{server.url}/v1", "QUESTION": question}
     done = subprocess.run(("node", str(SCRIPT)), capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

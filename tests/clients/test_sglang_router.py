@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from tests.tiny import RunningServer
+
 if importlib.util.find_spec("sglang_router") is None:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
 
@@ -26,7 +28,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def router(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def router(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port, metrics_port = free_port(), free_port()
     log: Path = tmp_path_factory.mktemp("router") / "log"
     options = ("--port", str(port), "--prometheus-port", str(metrics_port), "--worker-urls", server.url)

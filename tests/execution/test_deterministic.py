@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution.resolve import resolve
 from mini_sglang.weights.model_config import load_model_config
+from tests.tiny import Checkpoints
 
 
 @pytest.mark.parametrize(
@@ -19,8 +18,8 @@ from mini_sglang.weights.model_config import load_model_config
         ("cuda", "reference", "cuda and reference"),
     ],
 )
-def test_it_needs_a_gpu_and_the_triton_backend(write_checkpoint: Any, device: str, backend: str, got: str) -> None:
-    source = write_checkpoint("llama").source
+def test_it_needs_a_gpu_and_the_triton_backend(checkpoints: Checkpoints, device: str, backend: str, got: str) -> None:
+    source = checkpoints.write("llama").source
     config = EngineConfig(
         model=str(source.path), device=device, dtype="float32", attention_backend=backend, deterministic=True
     )
@@ -28,7 +27,7 @@ def test_it_needs_a_gpu_and_the_triton_backend(write_checkpoint: Any, device: st
         resolve(config, load_model_config(source), source)
 
 
-def test_the_triton_backend_is_enough(write_checkpoint: Any) -> None:
-    source = write_checkpoint("llama").source
+def test_the_triton_backend_is_enough(checkpoints: Checkpoints) -> None:
+    source = checkpoints.write("llama").source
     config = EngineConfig(model=str(source.path), device="cuda", dtype="bfloat16", deterministic=True)
     assert resolve(config, load_model_config(source), source).deterministic

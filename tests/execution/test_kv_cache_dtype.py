@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from tests.tiny import Checkpoints, generate_ids, greedy_ids, make_ragged_prompts, run_engine
+
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]  # transformers has no types
     """What attention sees of keys and values has been through float8."""
@@ -27,31 +29,29 @@ def greedy_of_rounded(model: Any, prompt: list[int], num_tokens: int) -> list[in
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # its new name is not in all of transformers 5
-def test_tokens_are_those_of_a_model_with_rounded_keys_and_values(
-    write_checkpoint: Any, running: Any, generate: Any, greedy: Any, ragged_prompts: Any
-) -> None:
+def test_tokens_are_those_of_a_model_with_rounded_keys_and_values(checkpoints: Checkpoints) -> None:
     """In a batch, in chunks, and behind shared prefixes that are copied inside a page."""
-    checkpoint = write_checkpoint("qwen3")
-    prompts = ragged_prompts(12, checkpoint.model.config.vocab_size)
-    with running(checkpoint.path, kv_cache_dtype="fp8", max_prefill_tokens=32, context_length=256) as engine:
-        outputs = generate(engine, prompts, arrivals=2, num_tokens=10)
+    checkpoint = checkpoints.write("qwen3")
+    prompts = make_ragged_prompts(12, checkpoint.model.config.vocab_size)
+    with run_engine(checkpoint.path, kv_cache_dtype="fp8", max_prefill_tokens=32, context_length=256) as engine:
+        outputs = generate_ids(engine, prompts, arrivals=2, num_tokens=10)
         assert engine.config.attention_backend == "reference"
     assert outputs == [greedy_of_rounded(checkpoint.model, prompt, 10) for prompt in prompts]
-    assert outputs != [greedy(checkpoint.model, prompt, 10) for prompt in prompts], "float8 made no difference"
+    assert outputs != [greedy_ids(checkpoint.model, prompt, 10) for prompt in prompts], "float8 made no difference"
 
 
-def test_the_same_memory_holds_four_times_the_pages_of_float32(write_checkpoint: Any, running: Any) -> None:
-    path = write_checkpoint("llama").path
+def test_the_same_memory_holds_four_times_the_pages_of_float32(checkpoints: Checkpoints) -> None:
+    path = checkpoints.write("llama").path
     pages = {}
     for dtype in ("auto", "fp8"):
-        with running(path, kv_cache_dtype=dtype, kv_cache_bytes=1 << 20) as engine:
+        with run_engine(path, kv_cache_dtype=dtype, kv_cache_bytes=1 << 20) as engine:
             pages[dtype] = engine.config.num_pages
     assert pages["fp8"] == 4 * pages["auto"]
 
 
-def test_the_cpu_backend_refuses_it(write_checkpoint: Any, running: Any) -> None:
+def test_the_cpu_backend_refuses_it(checkpoints: Checkpoints) -> None:
     with (
         pytest.raises(ValueError, match="attention_backend=cpu does not support kv_cache_dtype=fp8"),
-        running(write_checkpoint("llama").path, kv_cache_dtype="fp8", attention_backend="cpu"),
+        run_engine(checkpoints.write("llama").path, kv_cache_dtype="fp8", attention_backend="cpu"),
     ):
         pass

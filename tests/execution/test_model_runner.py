@@ -27,6 +27,7 @@ from mini_sglang.scheduling.batch import NewPages, NewRequest, Row, ScheduledBat
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.model_config import load_model_config
+from tests.tiny import Checkpoints
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, PAGES_PER_SLOT, PAGE_SIZE = 6, 3, 16
@@ -38,12 +39,13 @@ PARAMS = [
     SamplingParams(logit_bias={3: 4.0}, presence_penalty=2.0, min_tokens=4),
     SamplingParams(temperature=0.8, logprobs=2, prompt_logprobs=1),
 ]
+MakeRunner = Callable[[str], Eager]
 
 
 @pytest.fixture(scope="module")
-def make_runner(write_checkpoint: Any) -> Any:
+def make_runner(checkpoints: Checkpoints) -> MakeRunner:
     """`make_runner(backend)` → a runner of a tiny model; "host" samples in PyTorch, the others with kernels."""
-    source = resolve_model(str(write_checkpoint("qwen3").path))
+    source = resolve_model(str(checkpoints.write("qwen3").path))
     config = load_model_config(source)
     model = build_model(config, Placement(DEVICE, torch.float32, TorchKernels(), packed=False))
     load_weights(source, config, model.weight_slots(), show_progress=False)
@@ -97,14 +99,17 @@ def decodes(step: int) -> ScheduledBatch:
     return ScheduledBatch(step + 2, rows, [], [], [])
 
 
-def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runner: Any) -> None:
+def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runner: MakeRunner) -> None:
     host, device = make_runner("host").runner, make_runner("reference").runner
     for batch in (prompts(), *(decodes(step) for step in range(6))):
         want, got = host.run(batch), device.run(batch)
         assert got.token_ids.tolist() == want.token_ids.tolist(), f"step {batch.step}"
         assert [row is None for row in got.logprobs] == [True, True, True, True, False]
-        assert got.logprobs[4].token_ids == want.logprobs[4].token_ids
-        assert got.logprobs[4].logprobs == pytest.approx(want.logprobs[4].logprobs, abs=1e-5)
+        ours, theirs = got.logprobs[4], want.logprobs[4]
+        assert ours is not None
+        assert theirs is not None
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         assert got.token_ids[3] != 3 or batch.step > 4  # which its bias would draw
         if batch.new_requests:
             [entry], [expected] = got.prompt_logprobs[1], want.prompt_logprobs[1]
@@ -113,8 +118,9 @@ def test_host_and_device_sample_the_same_tokens_and_log_probabilities(make_runne
             assert entry.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: Any) -> None:
+def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: MakeRunner) -> None:
     host, eager = make_runner("host").runner, make_runner("triton")
+    assert eager.sampler is not None
     unbiased = [0, 1, 2, 4]
     host.run(prompts())
     eager.runner.run(prompts())
@@ -143,12 +149,13 @@ class Uncaptured:
 
 
 def test_a_replayed_step_may_gain_more_pages_than_it_has_rows(
-    make_runner: Any, monkeypatch: pytest.MonkeyPatch
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does where requests with equal answers change over to each other's pages."""
     monkeypatch.setattr(cuda_graph, "StepGraphs", Uncaptured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     host, eager = make_runner("host").runner, make_runner("triton")
+    assert eager.sampler is not None
     backends = GraphBackends(graph_backends(eager.backends).decode, prefill=None)
     device = GraphRunner(eager.runner, eager.sampler, backends, max_rows=len(PROMPTS), max_tokens=0)
     host.run(prompts())

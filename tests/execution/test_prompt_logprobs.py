@@ -12,6 +12,7 @@ import torch
 from mini_sglang.engine import Engine
 from mini_sglang.outputs import TokenLogprobs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
+from tests.tiny import Checkpoints, TinyCheckpoint, run_engine
 
 PROMPT = [7, 11, 23, 5, 99, 42, 17, 3, 250, 8, 64, 128, 31, 90, 12, 77, 200, 1, 55, 310]
 ASKING = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
@@ -21,12 +22,12 @@ RunEngine = Callable[..., AbstractContextManager[Engine]]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(write_checkpoint: Any) -> Any:
-    return write_checkpoint("llama")
+def checkpoint(checkpoints: Checkpoints) -> Any:
+    return checkpoints.write("llama")
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Any) -> torch.Tensor:
+def expected(checkpoint: TinyCheckpoint) -> torch.Tensor:
     """Log-probabilities [len(PROMPT) - 1, vocab] of the tokens after the first."""
     with torch.inference_mode():
         logits: torch.Tensor = checkpoint.model(torch.tensor([PROMPT])).logits[0, :-1]
@@ -57,9 +58,9 @@ def check(outputs: list[TokenOutput], expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"max_prefill_tokens": 3}, {"run_ahead": 1, "max_prefill_tokens": 7}])
 def test_they_equal_transformers_cached_or_not(
-    running: RunEngine, checkpoint: Any, expected: torch.Tensor, settings: dict[str, Any]
+    checkpoint: TinyCheckpoint, expected: torch.Tensor, settings: dict[str, Any]
 ) -> None:
-    with running(checkpoint.path, num_pages=64, page_size=4, **settings) as engine:
+    with run_engine(checkpoint.path, num_pages=64, page_size=4, **settings) as engine:
         lone = answers(engine, plain=(PROMPT, PLAIN))["plain"]
         outputs = answers(engine, a=(PROMPT, ASKING), b=(PROMPT, PLAIN), c=(PROMPT, ASKING), d=(PROMPT[:1], ASKING))
     check(outputs["a"], expected)
@@ -72,12 +73,10 @@ def test_they_equal_transformers_cached_or_not(
     assert outputs["d"][0].prompt_logprobs == []
 
 
-def test_they_come_once_when_the_request_is_preempted(
-    running: RunEngine, checkpoint: Any, expected: torch.Tensor
-) -> None:
+def test_they_come_once_when_the_request_is_preempted(checkpoint: TinyCheckpoint, expected: torch.Tensor) -> None:
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=2)
     requests = {f"r{index}": (PROMPT, long) for index in range(4)}
-    with running(checkpoint.path, num_pages=18, page_size=4, max_prefill_tokens=6) as engine:
+    with run_engine(checkpoint.path, num_pages=18, page_size=4, max_prefill_tokens=6) as engine:
         engine.scheduler.expected_output = 0.0  # admit boldly
         outputs = answers(engine, **requests)
         assert engine.stats().num_preemptions > 0
@@ -86,15 +85,15 @@ def test_they_come_once_when_the_request_is_preempted(
 
 
 def test_pieces_smaller_than_a_prompt_give_the_same(
-    running: RunEngine, checkpoint: Any, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    checkpoint: TinyCheckpoint, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mini_sglang.execution.prompt_logprobs._PIECE", 4)
-    with running(checkpoint.path, num_pages=64) as engine:
+    with run_engine(checkpoint.path, num_pages=64) as engine:
         check(answers(engine, a=(PROMPT, ASKING))["a"], expected)
 
 
-def test_no_end_token_comes_before_the_minimum(running: RunEngine, checkpoint: Any) -> None:
-    with running(checkpoint.path, num_pages=64) as engine:
+def test_no_end_token_comes_before_the_minimum(checkpoint: TinyCheckpoint) -> None:
+    with run_engine(checkpoint.path, num_pages=64) as engine:
         free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         tokens = [output.token_ids[0] for output in answers(engine, a=(PROMPT, free))["a"]]
         stops = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=tokens[:1])

@@ -7,22 +7,22 @@ matter of test_worker_group.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from mini_sglang.models.architectures import ARCHITECTURES
 from mini_sglang.sampling_params import SamplingParams
+from tests.tiny import Checkpoints, generate_ids, greedy_ids, make_ragged_prompts, run_all, run_engine
 
-ODD = {
+ODD: dict[str, Any] = {
     "hidden_size": 72,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "intermediate_size": 52,
     "vocab_size": 323,
 }
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama, odd sizes, biases": {"family": "llama", "attention_bias": True, "mlp_bias": True, **ODD},
@@ -66,86 +66,70 @@ GGUF_FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def sharing(thread_workers: None, running: Any) -> Callable[..., Any]:
-    """`with sharing(model, tp=2, …) as engine`"""
-    return running  # type: ignore[no-any-return]
-
-
 def test_no_family_is_forgotten_below() -> None:
     assert {config["family"] for config in CHECKPOINTS.values()} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_every_family_at_two_and_three_ranks(
-    name: str, write_checkpoint: Any, sharing: Any, generate: Any, greedy: Any, ragged_prompts: Any
-) -> None:
-    checkpoint = write_checkpoint(**CHECKPOINTS[name])
-    prompts = ragged_prompts(6, 320)
-    expected = [greedy(checkpoint.model, prompt, 12) for prompt in prompts]
+def test_every_family_at_two_and_three_ranks(name: str, checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write(**CHECKPOINTS[name])
+    prompts = make_ragged_prompts(6, 320)
+    expected = [greedy_ids(checkpoint.model, prompt, 12) for prompt in prompts]
     for tp in (2, 3):
-        with sharing(checkpoint.path, tp=tp, max_prefill_tokens=40) as engine:
-            assert generate(engine, prompts, arrivals=2, num_tokens=12) == expected, f"tp {tp}"
+        with run_engine(checkpoint.path, tp=tp, max_prefill_tokens=40) as engine:
+            assert generate_ids(engine, prompts, arrivals=2, num_tokens=12) == expected, f"tp {tp}"
 
 
 @pytest.mark.parametrize("family", GGUF_FEATURES)
-def test_every_family_from_gguf(
-    family: str, write_gguf: Any, sharing: Any, generate: Any, greedy: Any, ragged_prompts: Any
-) -> None:
-    checkpoint = write_gguf(family, **{**ODD, **GGUF_FEATURES[family]})
-    prompts = ragged_prompts(3, 320)
-    expected = [greedy(checkpoint.model, prompt, 8) for prompt in prompts]
+def test_every_family_from_gguf(family: str, checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write_gguf(family, **{**ODD, **GGUF_FEATURES[family]})
+    prompts = make_ragged_prompts(3, 320)
+    expected = [greedy_ids(checkpoint.model, prompt, 8) for prompt in prompts]
     for tp in (1, 2, 3):
-        with sharing(checkpoint.path, tp=tp) as engine:
-            assert generate(engine, prompts, num_tokens=8) == expected, f"tp {tp}"
+        with run_engine(checkpoint.path, tp=tp) as engine:
+            assert generate_ids(engine, prompts, num_tokens=8) == expected, f"tp {tp}"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe, a dense layer", "mixtral, fused"])
-def test_mixtures_with_any_number_of_rows_in_a_step(
-    name: str, write_checkpoint: Any, sharing: Any, generate: Any, greedy: Any
-) -> None:
-    checkpoint = write_checkpoint(**CHECKPOINTS[name])
+def test_mixtures_with_any_number_of_rows_in_a_step(name: str, checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write(**CHECKPOINTS[name])
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 320) for _ in range(rng.randint(1, 3))] for _ in range(64)]
-    expected = [greedy(checkpoint.model, prompt, 3) for prompt in prompts]
+    expected = [greedy_ids(checkpoint.model, prompt, 3) for prompt in prompts]
     for tp in (2, 3):
-        with sharing(checkpoint.path, tp=tp, cache="naive") as engine:
+        with run_engine(checkpoint.path, tp=tp, cache="naive") as engine:
             for rows in (1, 2, 17, 64):
                 steps = engine.stats().num_steps
-                assert generate(engine, prompts[:rows], num_tokens=3) == expected[:rows], f"tp {tp}, {rows} rows"
+                assert generate_ids(engine, prompts[:rows], num_tokens=3) == expected[:rows], f"tp {tp}, {rows} rows"
                 assert engine.stats().num_steps - steps == 3, "all rows in every step"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_from_gguf_whatever_else_happens(
-    backend: str, write_gguf: Any, sharing: Any, generate: Any, greedy: Any, ragged_prompts: Any
-) -> None:
-    checkpoint = write_gguf(
+def test_from_gguf_whatever_else_happens(backend: str, checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write_gguf(
         "llama", kind="Q4_1", hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=160
     )
-    prompts = ragged_prompts(12, 320)
-    expected = [greedy(checkpoint.model, prompt) for prompt in prompts]
-    with sharing(checkpoint.path, tp=2, attention_backend=backend, num_pages=40, page_size=4, run_ahead=1) as engine:
+    prompts = make_ragged_prompts(12, 320)
+    expected = [greedy_ids(checkpoint.model, prompt) for prompt in prompts]
+    with run_engine(checkpoint.path, tp=2, attention_backend=backend, num_pages=40, page_size=4, run_ahead=1) as engine:
         engine.scheduler.expected_output = 0.0  # admits more than the pool can hold
-        assert generate(engine, prompts, arrivals=3) == expected
+        assert generate_ids(engine, prompts, arrivals=3) == expected
         assert engine.stats().num_preemptions > 0
-        assert generate(engine, prompts[:1]) == expected[:1]
+        assert generate_ids(engine, prompts[:1]) == expected[:1]
         assert engine.stats().num_cached_tokens > 0
 
 
-def test_seeds_penalties_and_log_probabilities_are_the_same(
-    write_checkpoint: Any, sharing: Any, run_requests: Any, ragged_prompts: Any
-) -> None:
-    checkpoint = write_checkpoint("llama", **ODD)
-    prompts = ragged_prompts(4, 320)
+def test_seeds_penalties_and_log_probabilities_are_the_same(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama", **ODD)
+    prompts = make_ragged_prompts(4, 320)
     params = [
         SamplingParams(seed=seed, max_tokens=12, temperature=0.9, repetition_penalty=1.2, logprobs=2, ignore_eos=True)
         for seed in range(len(prompts))
     ]
     tokens, logprobs = [], []
     for tp in (1, 2):
-        with sharing(checkpoint.path, tp=tp) as engine:
-            outputs = run_requests(engine, prompts, params)
+        with run_engine(checkpoint.path, tp=tp) as engine:
+            outputs = run_all(engine, prompts, params)
         tokens.append([[token for part in one for token in part.token_ids] for one in outputs])
         logprobs.append(
             [value for one in outputs for part in one for entry in part.logprobs or [] for value in entry.logprobs]
@@ -154,10 +138,10 @@ def test_seeds_penalties_and_log_probabilities_are_the_same(
     assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
 
 
-def test_random_weights_are_the_same_model(write_checkpoint: Any, sharing: Any, generate: Any) -> None:
-    path = write_checkpoint("qwen3", **ODD).path
+def test_random_weights_are_the_same_model(checkpoints: Checkpoints) -> None:
+    path = checkpoints.write("qwen3", **ODD).path
     answers = []
     for tp in (1, 2):
-        with sharing(path, tp=tp, load_format="dummy") as engine:
-            answers.append(generate(engine, [[5, 6, 7], [8]]))
+        with run_engine(path, tp=tp, load_format="dummy") as engine:
+            answers.append(generate_ids(engine, [[5, 6, 7], [8]]))
     assert answers[0] == answers[1]

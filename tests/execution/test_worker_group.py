@@ -19,6 +19,7 @@ from mini_sglang.config import EngineConfig
 from mini_sglang.execution import node
 from mini_sglang.parallel.tensor_parallel import RankError
 from mini_sglang.sampling_params import SamplingParams
+from tests.tiny import Checkpoints, TinyCheckpoint, generate_ids, greedy_ids, make_ragged_prompts
 
 LIMIT_S = 15.0
 OUT_OF_MEMORY = """
@@ -57,6 +58,7 @@ try:
 except RankError as error:
     print(error)
 """
+Start = Callable[..., mini_sglang.Engine]
 
 
 def children(pid: int) -> list[int]:
@@ -80,12 +82,12 @@ def until(condition: Callable[[], bool], limit: float = LIMIT_S) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., mini_sglang.Engine]]:
+def start() -> Iterator[Start]:
     """`start(checkpoint, tp=2, …)` → an engine; afterwards no child process may be left."""
     before = children(os.getpid())
     engines: list[mini_sglang.Engine] = []
 
-    def start(checkpoint: Any, **settings: Any) -> mini_sglang.Engine:
+    def start(checkpoint: TinyCheckpoint, **settings: Any) -> mini_sglang.Engine:
         config = EngineConfig(model=str(checkpoint.path), dtype="float32", num_threads=1, **settings)
         engines.append(mini_sglang.Engine(config))
         return engines[-1]
@@ -109,21 +111,19 @@ def run_until_it_fails(engine: mini_sglang.Engine) -> tuple[str, float]:
     raise AssertionError("it did not fail")
 
 
-def test_two_ranks_answer_like_transformers_until_one_is_killed(
-    write_checkpoint: Any, start: Any, generate: Any, greedy: Any, ragged_prompts: Any
-) -> None:
-    checkpoint = write_checkpoint("llama")
-    prompts = ragged_prompts(8, 320)
+def test_two_ranks_answer_like_transformers_until_one_is_killed(checkpoints: Checkpoints, start: Start) -> None:
+    checkpoint = checkpoints.write("llama")
+    prompts = make_ragged_prompts(8, 320)
     engine = start(checkpoint, tp=2)
-    assert generate(engine, prompts, arrivals=2) == [greedy(checkpoint.model, prompt) for prompt in prompts]
+    assert generate_ids(engine, prompts, arrivals=2) == [greedy_ids(checkpoint.model, prompt) for prompt in prompts]
     os.kill(children(os.getpid())[-1], signal.SIGKILL)
     error, seconds = run_until_it_fails(engine)
     assert error == "rank 1 was killed by SIGKILL"
     assert seconds < LIMIT_S
 
 
-def test_a_stopped_rank_ends_three(write_checkpoint: Any, start: Any) -> None:
-    engine = start(write_checkpoint("llama"), tp=3)
+def test_a_stopped_rank_ends_three(checkpoints: Checkpoints, start: Start) -> None:
+    engine = start(checkpoints.write("llama"), tp=3)
     os.kill(children(os.getpid())[-1], signal.SIGSTOP)
     error, seconds = run_until_it_fails(engine)
     assert error.startswith("rank 2 has been silent for 8 s")
@@ -131,9 +131,9 @@ def test_a_stopped_rank_ends_three(write_checkpoint: Any, start: Any) -> None:
 
 
 def test_an_error_of_rank_0_in_a_step_ends_all(
-    write_checkpoint: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start(write_checkpoint("llama"), tp=2)
+    engine = start(checkpoints.write("llama"), tp=2)
 
     def fail(batch: object) -> None:
         raise ZeroDivisionError("for once")
@@ -145,23 +145,23 @@ def test_an_error_of_rank_0_in_a_step_ends_all(
 
 
 def test_a_rank_without_memory_for_its_weights(
-    write_checkpoint: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(RankError, match=r"rank 1 failed: out of GPU memory: .*tried to allocate 80 GiB"):
-        start(write_checkpoint("llama"), tp=2)
+        start(checkpoints.write("llama"), tp=2)
 
 
-def test_weights_that_do_not_fit_are_said_as_with_one_rank(write_checkpoint: Any, start: Any) -> None:
-    checkpoint = write_checkpoint("llama")
+def test_weights_that_do_not_fit_are_said_as_with_one_rank(checkpoints: Checkpoints, start: Start) -> None:
+    checkpoint = checkpoints.write("llama")
     (checkpoint.path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match="cannot be read"):
         start(checkpoint, tp=2)
 
 
-def test_a_killed_parent_leaves_nothing(write_checkpoint: Any) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(write_checkpoint("llama").path)]
+def test_a_killed_parent_leaves_nothing(checkpoints: Checkpoints) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(checkpoints.write("llama").path)]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
@@ -172,10 +172,10 @@ def test_a_killed_parent_leaves_nothing(write_checkpoint: Any) -> None:
     until(lambda: not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text())
 
 
-def test_what_nobody_closes_ends_in_order(write_checkpoint: Any, tmp_path: Path) -> None:
+def test_what_nobody_closes_ends_in_order(checkpoints: Checkpoints, tmp_path: Path) -> None:
     (folder := tmp_path / "temporary").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(write_checkpoint("llama").path)],
+        [sys.executable, "-c", SCRIPT, str(checkpoints.write("llama").path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -190,9 +190,9 @@ def test_what_nobody_closes_ends_in_order(write_checkpoint: Any, tmp_path: Path)
     assert not list(folder.glob("mini-sglang-*"))
 
 
-def test_a_rank_lost_in_a_long_step_is_an_error_of_that_step(write_checkpoint: Any) -> None:
+def test_a_rank_lost_in_a_long_step_is_an_error_of_that_step(checkpoints: Checkpoints) -> None:
     """Not the end of the process: on a CPU the step comes to its next sum, and that fails."""
-    command = [sys.executable, "-c", SLOW, str(write_checkpoint("llama").path)]
+    command = [sys.executable, "-c", SLOW, str(checkpoints.write("llama").path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
@@ -203,11 +203,9 @@ def test_a_rank_lost_in_a_long_step_is_an_error_of_that_step(write_checkpoint: A
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_two_nodes_until_one_is_lost(
-    write_checkpoint: Any, start: Any, generate: Any, greedy: Any, ragged_prompts: Any, host: str
-) -> None:
-    checkpoint = write_checkpoint("qwen2")
-    prompts = ragged_prompts(4, 320)
+def test_two_nodes_until_one_is_lost(checkpoints: Checkpoints, start: Start, host: str) -> None:
+    checkpoint = checkpoints.write("qwen2")
+    prompts = make_ragged_prompts(4, 320)
     try:
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             port = probe.getsockname()[1]
@@ -218,19 +216,19 @@ def test_two_nodes_until_one_is_lost(
     command += ["--node-rank", "1", "--dist-init-addr", address]
     node = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     engine = start(checkpoint, tp=2, nnodes=2, dist_init_addr=address)
-    assert generate(engine, prompts) == [greedy(checkpoint.model, prompt) for prompt in prompts]
+    assert generate_ids(engine, prompts) == [greedy_ids(checkpoint.model, prompt) for prompt in prompts]
     os.kill(children(node.pid)[0], signal.SIGKILL)
     assert run_until_it_fails(engine)[0] == "rank 1 was killed by SIGKILL"
     assert "rank 1 was killed by SIGKILL" in node.communicate(timeout=LIMIT_S)[1]
     assert node.returncode == 1
 
 
-def test_an_address_that_is_not_ours(write_checkpoint: Any, start: Any) -> None:
+def test_an_address_that_is_not_ours(checkpoints: Checkpoints, start: Start) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(ValueError, match=r"dist_init_addr 127\.0\.0\.1:"),
     ):
-        start(write_checkpoint("llama"), tp=2, nnodes=2, dist_init_addr=f"127.0.0.1:{taken.getsockname()[1]}")
+        start(checkpoints.write("llama"), tp=2, nnodes=2, dist_init_addr=f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(
@@ -265,6 +263,6 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], error: str) 
         EngineConfig(**settings)
 
 
-def test_packed_weights_are_not_shared_out(write_gguf: Any, start: Any) -> None:
+def test_packed_weights_are_not_shared_out(checkpoints: Checkpoints, start: Start) -> None:
     with pytest.raises(ValueError, match=r"weights=packed needs .* tp 1; got .* tp 2"):
-        start(write_gguf("llama", kind="Q4_1"), tp=2, weights="packed")
+        start(checkpoints.write_gguf("llama", kind="Q4_1"), tp=2, weights="packed")

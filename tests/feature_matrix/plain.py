@@ -59,10 +59,11 @@ class PlainRuns:
             family, kind = config.pop("family"), config.pop("gguf", None)
             folder = self._folder / str(len(self._checkpoints))
             folder.mkdir()
+            checkpoints = tiny.Checkpoints(folder, self.tokenizer)
             if kind is None:
-                written = tiny.write_checkpoint(folder, self.tokenizer, family, **config)
+                written = checkpoints.write(family, **config)
             else:
-                written = tiny.write_gguf(folder, self.tokenizer, family, kind=kind, **config)
+                written = checkpoints.write_gguf(family, kind=kind, **config)
             self._checkpoints[model] = written
         return self._checkpoints[model]
 

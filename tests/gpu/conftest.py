@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mini_sglang import Engine
+from tests.tiny import Checkpoints, TinyCheckpoint, greedy_ids, run_engine
+
 # No tests of graph sizes: five graphs are captured sooner than thirty-five.
 SMALL = {"device": "cuda", "max_running_requests": 16}
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {  # by name; the first is what a GPU gets by default
     "graphs, overlap": {"run_ahead": 1},
     "graphs": {"run_ahead": 0},
     "overlap": {"run_ahead": 1, "cuda_graph_max_bs": 0},
@@ -17,14 +23,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="session")
-def on_gpu(running: Any) -> Any:
-    """`with on_gpu(model, **settings) as engine`: `running`, on a GPU, of up to 16 requests."""
+Expected = Callable[[list[int], int], list[int]]
 
-    def start(model: Any, **settings: Any) -> Any:
-        return running(model, **{**SMALL, **settings})
 
-    return start
+def run_on_gpu(model: Path, **settings: object) -> AbstractContextManager[Engine]:
+    """`run_engine`, on a GPU, of up to 16 requests."""
+    return run_engine(model, **{**SMALL, **settings})
 
 
 @pytest.fixture(params=list(MODES))
@@ -33,24 +37,18 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def modes() -> dict[str, dict[str, Any]]:
-    """All of them, by name; the first is what a GPU gets by default."""
-    return MODES
-
-
-@pytest.fixture(scope="session")
-def tiny_model(write_checkpoint: Any) -> Any:
+def tiny_model(checkpoints: Checkpoints) -> TinyCheckpoint:
     """A checkpoint whose heads are as long as those of real models."""
-    return write_checkpoint("qwen3", head_dim=64, num_attention_heads=8, num_key_value_heads=2)
+    return checkpoints.write("qwen3", head_dim=64, num_attention_heads=8, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="session")
-def expected(tiny_model: Any, greedy: Any) -> Any:
+def expected(tiny_model: TinyCheckpoint) -> Expected:
     """`expected(prompt, num_tokens)`: transformers' answer by `tiny_model`, on the CPU, each prompt computed once."""
 
     @functools.cache
     def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-        ids: list[int] = greedy(tiny_model.model, list(prompt), num_tokens)
+        ids: list[int] = greedy_ids(tiny_model.model, list(prompt), num_tokens)
         return ids
 
     return lambda prompt, num_tokens: answer(tuple(prompt), num_tokens)

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from mini_sglang.sampling_params import SamplingParams
+from tests.gpu.conftest import run_on_gpu
+from tests.tiny import Checkpoints, make_ragged_prompts, run_all
 
 pytestmark = pytest.mark.gpu
 
@@ -29,11 +31,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_request_has_the_same_bits_alone_and_in_any_company(
-    family: str, write_checkpoint: Any, on_gpu: Any, run_requests: Any, ragged_prompts: Any
-) -> None:
-    path = write_checkpoint(family, **FAMILIES[family]).path
-    prompts = ragged_prompts(16, 320)
+def test_a_request_has_the_same_bits_alone_and_in_any_company(family: str, checkpoints: Checkpoints) -> None:
+    path = checkpoints.write(family, **FAMILIES[family]).path
+    prompts = make_ragged_prompts(16, 320)
     params = [
         SamplingParams(temperature=0.0 if index % 2 else 0.9, seed=index, max_tokens=24, ignore_eos=True, logprobs=20)
         for index in range(16)
@@ -42,24 +42,22 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(
     def bits(outputs: list[list[Any]]) -> list[Any]:
         return [[(output.token_ids, output.logprobs) for output in of_prompt] for of_prompt in outputs]
 
-    with on_gpu(path, dtype="bfloat16", deterministic=True, cache="naive") as engine:
-        alone = [bits(run_requests(engine, [p], [how]))[0] for p, how in zip(prompts, params, strict=True)]
+    with run_on_gpu(path, dtype="bfloat16", deterministic=True, cache="naive") as engine:
+        alone = [bits(run_all(engine, [p], [how]))[0] for p, how in zip(prompts, params, strict=True)]
     for name, settings in SETTINGS.items():
-        with on_gpu(path, dtype="bfloat16", deterministic=True, **settings) as engine:
+        with run_on_gpu(path, dtype="bfloat16", deterministic=True, **settings) as engine:
             if "num_pages" in settings:
                 engine.scheduler.expected_output = 0.0
             for turn, arrivals in enumerate((1000, 1, 3)):  # the prompts are cached from the second turn on
                 order = list(range(16))
                 random.Random(turn).shuffle(order)
-                got = bits(
-                    run_requests(engine, [prompts[i] for i in order], [params[i] for i in order], arrivals=arrivals)
-                )
+                got = bits(run_all(engine, [prompts[i] for i in order], [params[i] for i in order], arrivals=arrivals))
                 wrong = [index for place, index in enumerate(order) if got[place] != alone[index]]
                 assert not wrong, f"{name}, turn {turn}: requests {wrong} differ from alone"
             # half of each answer as a part of the prompt: decoded and cached once, or computed as a prompt now
             answers = [[token for token_ids, _ in request for token in token_ids] for request in alone]
             longer = [prompt + answer[:12] for prompt, answer in zip(prompts, answers, strict=True)]
             shorter = [msgspec.structs.replace(how, max_tokens=12) for how in params]
-            got = bits(run_requests(engine, longer, shorter))
+            got = bits(run_all(engine, longer, shorter))
             wrong = [index for index in range(16) if got[index] != alone[index][12:]]
             assert not wrong, f"{name}: requests {wrong} go on otherwise after half of their answer"

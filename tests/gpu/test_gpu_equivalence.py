@@ -5,18 +5,26 @@ However the work is cut up, with graphs on and off, overlap on and off: so these
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.conftest import run_on_gpu
+from tests.tiny import Checkpoints, TinyCheckpoint, generate_ids, greedy_ids, make_ragged_prompts
+
 pytestmark = pytest.mark.gpu
 
-CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("write_checkpoint", {"family": "llama"}),
-    "qwen2": ("write_checkpoint", {"family": "qwen2"}),
-    "qwen3": ("write_checkpoint", {"family": "qwen3"}),
+Write = Callable[..., TinyCheckpoint]
+Case = tuple[Path, list[list[int]], list[list[int]]]  # a checkpoint, prompts, and what transformers continues them with
+
+CHECKPOINTS: dict[str, tuple[Write, dict[str, Any]]] = {
+    "llama": (Checkpoints.write, {"family": "llama"}),
+    "qwen2": (Checkpoints.write, {"family": "qwen2"}),
+    "qwen3": (Checkpoints.write, {"family": "qwen3"}),
     "qwen3_moe, a dense layer": (
-        "write_checkpoint",
+        Checkpoints.write,
         {
             "family": "qwen3_moe",
             "num_hidden_layers": 3,
@@ -27,28 +35,28 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+OTHERS: dict[str, tuple[Write, dict[str, Any]]] = {
     "llama, llama3 rope, tied": (
-        "write_checkpoint",
+        Checkpoints.write,
         {"family": "llama", "rope": "llama3", "tie_word_embeddings": True},
     ),
     "llama, yarn rope, biases, heads of 96": (
-        "write_checkpoint",
+        Checkpoints.write,
         {"family": "llama", "rope": "yarn", "attention_bias": True, "mlp_bias": True, "head_dim": 96},
     ),
-    "llama gguf Q4_1": ("write_gguf", {"family": "llama", "kind": "Q4_1"}),
+    "llama gguf Q4_1": (Checkpoints.write_gguf, {"family": "llama", "kind": "Q4_1"}),
     "qwen3, one KV head of 128": (
-        "write_checkpoint",
+        Checkpoints.write,
         {"family": "qwen3", "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
     ),
     "smollm3, yarn rope, tied": (
-        "write_checkpoint",
+        Checkpoints.write,
         {"family": "smollm3", "num_hidden_layers": 4, "rope": "yarn", "tie_word_embeddings": True},
     ),
-    "olmo2": ("write_checkpoint", {"family": "olmo2"}),
-    "mistral, window of 24": ("write_checkpoint", {"family": "mistral", "sliding_window": 24}),
+    "olmo2": (Checkpoints.write, {"family": "olmo2"}),
+    "mistral, window of 24": (Checkpoints.write, {"family": "mistral", "sliding_window": 24}),
     "mixtral, window of 24": (
-        "write_checkpoint",
+        Checkpoints.write,
         {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24},
     ),
 }
@@ -60,35 +68,28 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def answers(greedy: Any, ragged_prompts: Any) -> Any:
-    """`answers(checkpoint)` → the prompts and what transformers continues them with."""
-
-    def ask(checkpoint: Any) -> tuple[list[list[int]], list[list[int]]]:
-        prompts = ragged_prompts(16, 320)
-        return prompts, [greedy(checkpoint.model, prompt) for prompt in prompts]
-
-    return ask
+def make_case(checkpoint: TinyCheckpoint) -> Case:
+    prompts = make_ragged_prompts(16, 320)
+    return checkpoint.path, prompts, [greedy_ids(checkpoint.model, prompt) for prompt in prompts]
 
 
 @pytest.fixture(scope="module", params=list(CHECKPOINTS))
-def case(request: pytest.FixtureRequest, answers: Any) -> Any:
-    fixture, arguments = CHECKPOINTS[request.param]
-    checkpoint = request.getfixturevalue(fixture)(**arguments)
-    return checkpoint.path, *answers(checkpoint)
+def case(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Case:
+    write, arguments = CHECKPOINTS[request.param]
+    return make_case(write(checkpoints, **arguments))
 
 
-def check_cuts(on_gpu: Any, generate: Any, case: Any, settings: dict[str, Any]) -> None:
+def check_cuts(case: Case, settings: dict[str, Any]) -> None:
     """Every way of cutting up the work, everything twice: the second time all prompts are cached."""
     path, prompts, expected = case
     for name, cut in CUTS.items():
         cut = dict(cut)
         arrivals = cut.pop("arrivals", 1000)
-        with on_gpu(path, **{**settings, **cut}) as engine:
+        with run_on_gpu(path, **{**settings, **cut}) as engine:
             if "num_pages" in cut:  # an optimist admits more than the pool can hold
                 engine.scheduler.expected_output = 0.0
             for turn in ("first", "second"):
-                got = generate(engine, prompts, arrivals=arrivals)
+                got = generate_ids(engine, prompts, arrivals=arrivals)
                 wrong = [index for index in range(len(prompts)) if got[index] != expected[index]]
                 assert not wrong, f"{name}, {turn} time: requests {wrong} differ from transformers"
             if "num_pages" in cut:
@@ -97,14 +98,11 @@ def check_cuts(on_gpu: Any, generate: Any, case: Any, settings: dict[str, Any]) 
                 assert engine.stats().num_cached_tokens >= sum(len(prompt) - 1 for prompt in prompts)
 
 
-def test_greedy_output_equals_transformers(on_gpu: Any, generate: Any, case: Any, mode: dict[str, Any]) -> None:
-    check_cuts(on_gpu, generate, case, mode)
+def test_greedy_output_equals_transformers(case: Case, mode: dict[str, Any]) -> None:
+    check_cuts(case, mode)
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
-def test_other_shapes_equal_transformers(
-    request: pytest.FixtureRequest, on_gpu: Any, generate: Any, answers: Any, name: str
-) -> None:
-    fixture, arguments = OTHERS[name]
-    checkpoint = request.getfixturevalue(fixture)(**arguments)
-    check_cuts(on_gpu, generate, (checkpoint.path, *answers(checkpoint)), {})
+def test_other_shapes_equal_transformers(checkpoints: Checkpoints, name: str) -> None:
+    write, arguments = OTHERS[name]
+    check_cuts(make_case(write(checkpoints, **arguments)), {})

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from mini_sglang.sampling_params import SamplingParams
+from tests.gpu.conftest import run_on_gpu
+from tests.tiny import Checkpoints, TinyCheckpoint, generate_ids, greedy_ids, make_ragged_prompts, run_all
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,54 +54,52 @@ while engine.has_work:
 """
 
 
-def test_two_ranks_answer_like_transformers(
-    tiny_model: Any, on_gpu: Any, generate: Any, greedy: Any, ragged_prompts: Any, mode: dict[str, Any]
-) -> None:
-    prompts = ragged_prompts(16, 320)
-    expected = [greedy(tiny_model.model, prompt) for prompt in prompts]
-    with on_gpu(tiny_model.path, tp=2, **mode) as engine:
-        assert generate(engine, prompts, arrivals=1) == expected
-        assert generate(engine, prompts) == expected, "everything cached"
+def test_two_ranks_answer_like_transformers(tiny_model: TinyCheckpoint, mode: dict[str, Any]) -> None:
+    prompts = make_ragged_prompts(16, 320)
+    expected = [greedy_ids(tiny_model.model, prompt) for prompt in prompts]
+    with run_on_gpu(tiny_model.path, tp=2, **mode) as engine:
+        assert generate_ids(engine, prompts, arrivals=1) == expected
+        assert generate_ids(engine, prompts) == expected, "everything cached"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe"])
-def test_every_family(
-    family: str, write_checkpoint: Any, on_gpu: Any, generate: Any, greedy: Any, ragged_prompts: Any
-) -> None:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in family else {}
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64}
-    checkpoint = write_checkpoint(family, **heads, **experts)
-    prompts = ragged_prompts(8, 320)
-    with on_gpu(checkpoint.path, tp=2) as engine:
-        assert generate(engine, prompts) == [greedy(checkpoint.model, prompt) for prompt in prompts]
+def test_every_family(family: str, checkpoints: Checkpoints) -> None:
+    experts: dict[str, Any] = (
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in family else {}
+    )
+    heads: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64}
+    checkpoint = checkpoints.write(family, **heads, **experts)
+    prompts = make_ragged_prompts(8, 320)
+    with run_on_gpu(checkpoint.path, tp=2) as engine:
+        assert generate_ids(engine, prompts) == [greedy_ids(checkpoint.model, prompt) for prompt in prompts]
 
 
-def test_the_same_bits_in_any_batch(tiny_model: Any, on_gpu: Any, run_requests: Any, ragged_prompts: Any) -> None:
-    prompts = ragged_prompts(16, 320)
+def test_the_same_bits_in_any_batch(tiny_model: TinyCheckpoint) -> None:
+    prompts = make_ragged_prompts(16, 320)
     params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)] * len(prompts)
-    with on_gpu(tiny_model.path, tp=2, dtype="bfloat16", deterministic=True, cache="naive") as engine:
-        together = run_requests(engine, prompts, params)
-        alone = [run_requests(engine, [prompt], params[:1])[0] for prompt in prompts]
+    with run_on_gpu(tiny_model.path, tp=2, dtype="bfloat16", deterministic=True, cache="naive") as engine:
+        together = run_all(engine, prompts, params)
+        alone = [run_all(engine, [prompt], params[:1])[0] for prompt in prompts]
     for one, other in zip(together, alone, strict=True):
         assert [(part.token_ids, part.logprobs) for part in one] == [(part.token_ids, part.logprobs) for part in other]
 
 
-def test_the_same_bits_whichever_way_a_sum_goes(write_checkpoint: Any, on_gpu: Any, run_requests: Any) -> None:
+def test_the_same_bits_whichever_way_a_sum_goes(checkpoints: Checkpoints) -> None:
     """The prompt alone is summed through symmetric memory, 800 tokens of 8 KiB are too many for that."""
-    path = write_checkpoint(hidden_size=4096, head_dim=64).path
+    path = checkpoints.write(hidden_size=4096, head_dim=64).path
     prompts = [[5 + index, *range(20, 219)] for index in range(4)]
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)] * len(prompts)
     settings = {"dtype": "bfloat16", "deterministic": True, "cache": "naive", "max_prefill_tokens": 1024}
-    with on_gpu(path, tp=2, **settings) as engine:
-        together = run_requests(engine, prompts, params)
-        alone = [run_requests(engine, [prompt], params[:1])[0] for prompt in prompts]
+    with run_on_gpu(path, tp=2, **settings) as engine:
+        together = run_all(engine, prompts, params)
+        alone = [run_all(engine, [prompt], params[:1])[0] for prompt in prompts]
     for one, other in zip(together, alone, strict=True):
         assert [(part.token_ids, part.logprobs) for part in one] == [(part.token_ids, part.logprobs) for part in other]
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("script", [IDLE, BUSY, CAUGHT], ids=["idle", "busy", "caught"])
-def test_a_lost_rank_ends_all(tiny_model: Any, signal_number: signal.Signals, script: str) -> None:
+def test_a_lost_rank_ends_all(tiny_model: TinyCheckpoint, signal_number: signal.Signals, script: str) -> None:
     process, worker = start(tiny_model.path, script)
     os.kill(worker, signal_number)
     _, log = process.communicate(timeout=15)
@@ -109,7 +109,7 @@ def test_a_lost_rank_ends_all(tiny_model: Any, signal_number: signal.Signals, sc
     assert not Path(f"/proc/{worker}").exists()
 
 
-def test_what_nobody_closes_ends(tiny_model: Any) -> None:
+def test_what_nobody_closes_ends(tiny_model: TinyCheckpoint) -> None:
     process, worker = start(tiny_model.path, UNCLOSED)
     _, log = process.communicate(timeout=15)
     assert process.returncode == 0, log.decode()

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from mini_sglang.kernels.triton.precompile import Precompile
+from tests.gpu.conftest import run_on_gpu
+from tests.tiny import TinyCheckpoint, generate_ids
 
 pytestmark = pytest.mark.gpu
 
@@ -71,11 +73,13 @@ def test_an_error_of_the_compiler_is_raised() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}])
 def test_an_engine_compiles_no_kernel_one_by_one(
-    tiny_model: Any, on_gpu: Any, generate: Any, compiling_threads: list[str], settings: dict[str, Any]
+    tiny_model: TinyCheckpoint, compiling_threads: list[str], settings: dict[str, Any]
 ) -> None:
     prompts = [[5 + index] * (3 + 7 * index) for index in range(16)]
-    with on_gpu(tiny_model.path, page_size=8, dtype="bfloat16", **settings) as engine:  # pages that no other test has
-        generate(engine, prompts, num_tokens=4)
+    with run_on_gpu(
+        tiny_model.path, page_size=8, dtype="bfloat16", **settings
+    ) as engine:  # pages that no other test has
+        generate_ids(engine, prompts, num_tokens=4)
     by_one = [name for name in compiling_threads if not name.startswith("compile")]
     assert compiling_threads
     assert not by_one, f"{len(by_one)} of {len(compiling_threads)} kernels"

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from mini_sglang.sampling_params import SamplingParams
+from tests.gpu.conftest import run_on_gpu
+from tests.tiny import TinyCheckpoint, run_all
 
 pytestmark = pytest.mark.gpu
 
@@ -49,58 +51,57 @@ def tokens(outputs: list[list[Any]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Any, on_gpu: Any, run_requests: Any) -> list[list[int]]:
+def alone(tiny_model: TinyCheckpoint) -> list[list[int]]:
     """What each request gets with the engine to itself, without graphs and overlap."""
     prompts, params = requests()
-    with on_gpu(tiny_model.path, run_ahead=0, cuda_graph_max_bs=0) as engine:
-        return [tokens(run_requests(engine, [p], [how]))[0] for p, how in zip(prompts, params, strict=True)]
+    with run_on_gpu(tiny_model.path, run_ahead=0, cuda_graph_max_bs=0) as engine:
+        return [tokens(run_all(engine, [p], [how]))[0] for p, how in zip(prompts, params, strict=True)]
 
 
 @pytest.mark.parametrize("arrivals", [1000, 2])
 def test_the_same_seed_gives_the_same_text(
-    tiny_model: Any, on_gpu: Any, run_requests: Any, alone: list[list[int]], mode: dict[str, Any], arrivals: int
+    tiny_model: TinyCheckpoint, alone: list[list[int]], mode: dict[str, Any], arrivals: int
 ) -> None:
     prompts, params = requests()
-    with on_gpu(tiny_model.path, **mode) as engine:
-        together = tokens(run_requests(engine, prompts, params, arrivals=arrivals))
+    with run_on_gpu(tiny_model.path, **mode) as engine:
+        together = tokens(run_all(engine, prompts, params, arrivals=arrivals))
         for kind, got, want in zip(KINDS, together, alone, strict=True):
             assert got == want, f"{kind} in company differs from alone"
         order = list(range(len(KINDS)))
         random.Random(arrivals).shuffle(order)
-        shuffled = tokens(run_requests(engine, [prompts[i] for i in order], [params[i] for i in order], arrivals=3))
+        shuffled = tokens(run_all(engine, [prompts[i] for i in order], [params[i] for i in order], arrivals=3))
         assert shuffled == [alone[i] for i in order], "in another order"
 
 
-def test_every_row_alone_with_graphs(tiny_model: Any, on_gpu: Any, run_requests: Any, alone: list[list[int]]) -> None:
+def test_every_row_alone_with_graphs(tiny_model: TinyCheckpoint, alone: list[list[int]]) -> None:
     prompts, params = requests()
-    with on_gpu(tiny_model.path) as engine:
+    with run_on_gpu(tiny_model.path) as engine:
         for index, kind in enumerate(KINDS):
-            assert tokens(run_requests(engine, [prompts[index]], [params[index]]))[0] == alone[index], kind
+            assert tokens(run_all(engine, [prompts[index]], [params[index]]))[0] == alone[index], kind
 
 
-def test_a_plain_row_keeps_its_graph_text_when_filtered_rows_join_and_leave(
-    tiny_model: Any, on_gpu: Any, run_requests: Any
-) -> None:
+def test_a_plain_row_keeps_its_graph_text_when_filtered_rows_join_and_leave(tiny_model: TinyCheckpoint) -> None:
     """A batch changes between the graph's own draw and the sampler's while a long plain request runs through it."""
     plain = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     filtered = [SamplingParams(top_k=9, seed=index, max_tokens=4, ignore_eos=True) for index in range(8)]
     prompt, others = [7, 8, 9], [[20 + index] * 5 for index in range(8)]
-    with on_gpu(tiny_model.path) as engine:
-        by_itself = tokens(run_requests(engine, [prompt], [plain]))[0]
-        assert tokens(run_requests(engine, [prompt, *others], [plain, *filtered], arrivals=1))[0] == by_itself
+    with run_on_gpu(tiny_model.path) as engine:
+        by_itself = tokens(run_all(engine, [prompt], [plain]))[0]
+        assert tokens(run_all(engine, [prompt, *others], [plain, *filtered], arrivals=1))[0] == by_itself
 
 
 def test_prompt_log_probabilities_are_transformers_beside_rows_of_a_graph(
-    tiny_model: Any, on_gpu: Any, run_requests: Any, mode: dict[str, Any]
+    tiny_model: TinyCheckpoint, mode: dict[str, Any]
 ) -> None:
     prompts, params = requests()
     index = KINDS.index({"prompt_logprobs": 2, "top_k": 30})
     with torch.inference_mode():
         expected = tiny_model.model(torch.tensor([prompts[index]])).logits[0].log_softmax(-1)
-    with on_gpu(tiny_model.path, **mode) as engine:
+    with run_on_gpu(tiny_model.path, **mode) as engine:
         for _ in range(2):  # the second time the prompt is in the prefix cache
-            outputs = run_requests(engine, prompts, params, arrivals=2)[index]
+            outputs = run_all(engine, prompts, params, arrivals=2)[index]
             entries = outputs[0].prompt_logprobs
+            assert entries is not None
             assert [entry.token_ids[0] for entry in entries] == prompts[index][1:]
             own = [float(expected[position, token]) for position, token in enumerate(prompts[index][1:])]
             assert [entry.logprobs[0] for entry in entries] == pytest.approx(own, abs=1e-2)

@@ -16,6 +16,7 @@ from mini_sglang.text.tokenizer import Tokenizer
 
 SLOW = {"type": "integer", "multipleOf": 10_000_019}  # its automaton has as many states
 DIGITS = SamplingParams(regex="[0-9]+")
+WithChecker = Callable[[Callable[[GrammarChecker], Awaitable[None]]], None]
 
 
 def schema(value: Any) -> SamplingParams:
@@ -23,7 +24,7 @@ def schema(value: Any) -> SamplingParams:
 
 
 @pytest.fixture
-def with_checker(builtin_tokenizer: Tokenizer) -> Any:
+def with_checker(builtin_tokenizer: Tokenizer) -> WithChecker:
     """`with_checker(test)`: run a coroutine function of a checker whose child is ready."""
     tokenizer = builtin_tokenizer
     make_vocabulary = partial(Vocabulary.of, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
@@ -48,7 +49,7 @@ async def refusal(checker: GrammarChecker, params: SamplingParams) -> str:
     return str(raised.value)
 
 
-def test_what_compiles_passes_and_what_does_not_is_refused_by_name(with_checker: Any) -> None:
+def test_what_compiles_passes_and_what_does_not_is_refused_by_name(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         await checker.check(DIGITS)
         await checker.check(SamplingParams(choice=["a", "b"], grammar_after="</think>"))
@@ -59,7 +60,7 @@ def test_what_compiles_passes_and_what_does_not_is_refused_by_name(with_checker:
     with_checker(test)
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_the_next_ones_pass(with_checker: Any) -> None:
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_ones_pass(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         for _ in range(2):
             assert (await refusal(checker, schema(SLOW))).startswith("response_format takes more than 0.5 s or 256 MiB")
@@ -68,7 +69,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_ones_pass(with_ch
     with_checker(test)
 
 
-def test_the_event_loop_goes_on_meanwhile(with_checker: Any) -> None:
+def test_the_event_loop_goes_on_meanwhile(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         check = asyncio.create_task(refusal(checker, schema(SLOW)))
         ticks = 0
@@ -80,7 +81,7 @@ def test_the_event_loop_goes_on_meanwhile(with_checker: Any) -> None:
     with_checker(test)
 
 
-def test_whoever_leaves_while_a_grammar_is_checked_disturbs_nobody(with_checker: Any) -> None:
+def test_whoever_leaves_while_a_grammar_is_checked_disturbs_nobody(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         leaving = [asyncio.create_task(checker.check(SamplingParams(regex=f"a{index}"))) for index in range(5)]
         staying = [asyncio.create_task(checker.check(SamplingParams(regex=f"a{index % 2}"))) for index in range(10)]
@@ -93,7 +94,7 @@ def test_whoever_leaves_while_a_grammar_is_checked_disturbs_nobody(with_checker:
     with_checker(test)
 
 
-def test_a_child_that_was_killed_is_replaced(with_checker: Any) -> None:
+def test_a_child_that_was_killed_is_replaced(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         assert checker._child is not None
         checker._child.kill()
@@ -103,7 +104,7 @@ def test_a_child_that_was_killed_is_replaced(with_checker: Any) -> None:
     with_checker(test)
 
 
-def test_closing_ends_the_child(with_checker: Any) -> None:
+def test_closing_ends_the_child(with_checker: WithChecker) -> None:
     async def test(checker: GrammarChecker) -> None:
         assert checker._child is not None
         await checker.close()

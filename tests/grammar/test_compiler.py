@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ FUNCTIONS: dict[str, Any] = {
     "stop": None,
 }
 HERMES = CallSyntax("<tool_call>\n", "\n</tool_call>", separator="\n")
+Accepts = Callable[[SamplingParams, str], bool]
 
 
 def json_schema(schema: Any, **fields: Any) -> SamplingParams:
@@ -42,7 +44,7 @@ def compiler(builtin_tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 @pytest.fixture(scope="module")
-def accepts(compiler: GrammarCompiler, builtin_tokenizer: Tokenizer) -> Any:
+def accepts(compiler: GrammarCompiler, builtin_tokenizer: Tokenizer) -> Accepts:
     """`accepts(params, text)`: whether the text, token by token, is a whole answer."""
 
     def check(params: SamplingParams, text: str) -> bool:
@@ -87,13 +89,13 @@ def allows(mask: bytes, token_id: int) -> bool:
     ],
 )
 def test_an_answer_is_what_its_grammar_says(
-    accepts: Any, params: SamplingParams, right: list[str], wrong: list[str]
+    accepts: Accepts, params: SamplingParams, right: list[str], wrong: list[str]
 ) -> None:
     assert [text for text in right if not accepts(params, text)] == []
     assert [text for text in wrong if accepts(params, text)] == []
 
 
-def test_white_space_in_json_is_bounded_and_covers_the_usual_ways_to_write_it(accepts: Any) -> None:
+def test_white_space_in_json_is_bounded_and_covers_the_usual_ways_to_write_it(accepts: Accepts) -> None:
     address = {"city": "a", "street": "b", "zip": "c"}
     for separators, indent in (((",", ":"), None), ((", ", ": "), None), ((",", ": "), 2), ((",", ": "), 4)):
         assert accepts(json_schema(ADDRESS), json.dumps(address, separators=separators, indent=indent))
@@ -182,7 +184,7 @@ def test_plain_text_is_no_grammar() -> None:
     assert not params.is_constrained
 
 
-def test_free_text_may_come_first_and_then_the_grammar_holds(accepts: Any) -> None:
+def test_free_text_may_come_first_and_then_the_grammar_holds(accepts: Accepts) -> None:
     for marker in ("</think>", "<|im_start|>"):  # the second is a special token
         params = SamplingParams(choice=["yes", "no"], grammar_after=marker)
         assert accepts(params, f"So <b>it</b> is?\n{marker}\n\nyes")
@@ -201,7 +203,7 @@ def test_free_text_may_come_first_and_then_the_grammar_holds(accepts: Any) -> No
     ],
 )
 def test_calls_follow_their_syntax_and_their_schemas(
-    accepts: Any, builtin_tokenizer: Tokenizer, syntax: CallSyntax, calls: str
+    accepts: Accepts, builtin_tokenizer: Tokenizer, syntax: CallSyntax, calls: str
 ) -> None:
     first, second, end = calls.split("§")
     many = SamplingParams(tool_grammar=tool_call_grammar(FUNCTIONS, syntax, builtin_tokenizer))
@@ -216,7 +218,7 @@ def test_calls_follow_their_syntax_and_their_schemas(
     assert not accepts(many, f"Let me see. {first}{end}")
 
 
-def test_text_before_a_call_needs_a_marker(accepts: Any, builtin_tokenizer: Tokenizer) -> None:
+def test_text_before_a_call_needs_a_marker(accepts: Accepts, builtin_tokenizer: Tokenizer) -> None:
     grammar = tool_call_grammar(FUNCTIONS, HERMES, builtin_tokenizer, free_text=True)
     params = SamplingParams(tool_grammar=grammar)
     assert accepts(params, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>")

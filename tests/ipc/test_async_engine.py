@@ -22,6 +22,7 @@ from mini_sglang.outputs import FinishReason, RequestOutput, StepOutputs, TokenO
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.tiny import Checkpoints
 
 PROMPT = "The capital of France is"
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -240,9 +241,9 @@ def test_info_says_what_was_loaded(engine: AsyncEngine) -> None:
     assert alive(info.pid)
 
 
-def test_an_engine_that_stops_answering_and_then_dies(run: Run, tmp_path: Path, write_checkpoint: Any) -> None:
+def test_an_engine_that_stops_answering_and_then_dies(run: Run, tmp_path: Path, checkpoints: Checkpoints) -> None:
     async def scenario() -> None:
-        engine = await AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path), num_threads=1))
+        engine = await AsyncEngine.start(EngineConfig(model=str(checkpoints.write().path), num_threads=1))
         running = asyncio.create_task(finish(start(engine, "a", ENDLESS)))
         await until(lambda: len(engine.request_ids) == 1)
         os.kill(engine.info.pid, signal.SIGSTOP)
@@ -275,7 +276,7 @@ sys.exit(main(sys.argv[-2], int(sys.argv[-1])))
 
 
 def test_an_engine_that_loses_its_device_ends_and_says_so(
-    run: Run, tmp_path: Path, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty = tmp_path / "python"
     faulty.write_text(LOSING_ITS_DEVICE.format(python=sys.executable))
@@ -283,7 +284,7 @@ def test_an_engine_that_loses_its_device_ends_and_says_so(
     monkeypatch.setattr(sys, "executable", str(faulty))
 
     async def scenario() -> None:
-        engine = await AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path), num_threads=1))
+        engine = await AsyncEngine.start(EngineConfig(model=str(checkpoints.write().path), num_threads=1))
         running = asyncio.create_task(finish(start(engine, "a", ENDLESS)))
         assert "illegal memory access" in str(await engine.wait_dead())
         with pytest.raises(EngineDeadError, match="illegal memory access"):
@@ -295,12 +296,12 @@ def test_an_engine_that_loses_its_device_ends_and_says_so(
 
 
 def test_closing_ends_the_process_even_a_stopped_one(
-    run: Run, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    run: Run, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         with tempfile.TemporaryDirectory(prefix="t") as folder:
             monkeypatch.setattr(tempfile, "tempdir", folder)
-            engine = await AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path), num_threads=1))
+            engine = await AsyncEngine.start(EngineConfig(model=str(checkpoints.write().path), num_threads=1))
             assert os.listdir(folder) == []  # the socket has no name any more
         running = asyncio.create_task(finish(start(engine, "a", ENDLESS)))
         await until(lambda: len(engine.request_ids) == 1)
@@ -315,10 +316,10 @@ def test_closing_ends_the_process_even_a_stopped_one(
     run(scenario())
 
 
-def test_what_keeps_an_engine_from_starting_is_said(run: Run, tmp_path: Path, write_checkpoint: Any) -> None:
+def test_what_keeps_an_engine_from_starting_is_said(run: Run, tmp_path: Path, checkpoints: Checkpoints) -> None:
     with pytest.raises((ValueError, OSError), match="nowhere"):
         run(AsyncEngine.start(EngineConfig(model=str(tmp_path / "nowhere"))))
-    folder = write_checkpoint().path
+    folder = checkpoints.write().path
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"llama"', '"invented"'))
     with pytest.raises(ValueError, match="invented"):
@@ -326,18 +327,18 @@ def test_what_keeps_an_engine_from_starting_is_said(run: Run, tmp_path: Path, wr
 
 
 def test_a_folder_too_deep_for_a_socket_is_named(
-    run: Run, tmp_path: Path, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(OSError, match=rf"{deep}.*set TMPDIR to a shorter path"):
-        run(AsyncEngine.start(EngineConfig(model=str(write_checkpoint().path))))
+        run(AsyncEngine.start(EngineConfig(model=str(checkpoints.write().path))))
     assert os.listdir(deep) == []
 
 
-def test_a_model_without_an_end_token_refuses_grammars_alone(run: Run, write_checkpoint: Any) -> None:
-    folder = write_checkpoint(eos_token_id=None).path
+def test_a_model_without_an_end_token_refuses_grammars_alone(run: Run, checkpoints: Checkpoints) -> None:
+    folder = checkpoints.write(eos_token_id=None).path
     for name in ("generation_config.json", "tokenizer_config.json"):
         settings = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**settings, "eos_token_id": None, "eos_token": None}))

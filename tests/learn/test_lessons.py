@@ -1,36 +1,31 @@
 """Every lesson of the course keeps what the course promises, on the engine as it is now.
 
-One process per run of a lesson's checks or demo, as many at a time as there are cores:
-`pytest tests/learn/test_lessons.py -k L2` runs what belongs to one lesson.
+A run of a lesson's checks, or of its demo, has a process of its own, forked from one that has imported what is slow to
+import (`warm_process`). `pytest tests/learn/test_lessons.py -k L2` runs what belongs to one lesson.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Mapping
 from xml.etree import ElementTree
 
 import pytest
 
 from mini_sglang.learn import quotes
 from mini_sglang.learn.blanking import marker
-from mini_sglang.learn.lesson import MIN_PITFALLS, Lesson, all_lessons, module_source
+from mini_sglang.learn.lesson import MIN_PITFALLS, PACKAGE, Lesson, Pitfall, all_lessons, module_source
 from mini_sglang.learn.results import CheckResult, Report
 from mini_sglang.learn.running import run_checks
 from mini_sglang.learn.workspace import blanked_sources
+from tests.learn import warm_process
 
 LESSONS = all_lessons()
-PITFALLS = {f"{lesson.id}-{pitfall.name}": (lesson, pitfall) for lesson in LESSONS for pitfall in lesson.pitfalls}
-# before there are threads: CPython 3.11 counts the depth of all that is parsed at the same time together (gh-106905)
-BLANKED = {lesson.id: blanked_sources(lesson) for lesson in LESSONS}
+PITFALLS = [
+    pytest.param(lesson, pitfall, id=f"{lesson.id}-{pitfall.name}") for lesson in LESSONS for pitfall in lesson.pitfalls
+]
 BUSY_S = 300  # a busy machine is no reason to fail
 FIGURE_TAG = "{http://www.w3.org/2000/svg}svg"
-
-Test = TypeVar("Test", bound=Callable[..., None])
 
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.id)
 
@@ -47,86 +42,42 @@ def first_failure(report: Report) -> CheckResult:
     return failed
 
 
-def looks_at(run: Callable[..., object]) -> Callable[[Test], Test]:
-    """A test whose `outcome` is what `run` returns, called with the test's parameters in a pool of all such runs."""
-
-    def mark(test: Test) -> Test:
-        test.run = run  # type: ignore[attr-defined]
-        return test
-
-    return mark
-
-
-@pytest.fixture(scope="session")
-def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[object]]]:
-    """By name, what the selected tests look at, in their order."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {
-            item.name: pool.submit(item.function.run, **item.callspec.params)
-            for item in items
-            if hasattr(item.function, "run")
-        }
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture
-def outcome(request: pytest.FixtureRequest, outcomes: dict[str, Future[object]]) -> Any:
-    return outcomes[request.node.name].result()
-
-
-def solution(lesson: Lesson) -> Report:
-    sources = {exercise.module: module_source(exercise.module) for exercise in lesson.exercises}
-    return run_checks(lesson, sources, limit_s=BUSY_S)
+def run(lesson: Lesson, sources: Mapping[str, str], *, contract: bool = False) -> Report:
+    """The checks with `sources` in place: all of them and the contract, or those up to the first that fails."""
+    return run_checks(
+        lesson, sources, contract=contract, stop_at_first=not contract, limit_s=BUSY_S, python=warm_process.run
+    )
 
 
 @every_lesson
-@looks_at(solution)
-def test_the_engines_own_code_passes_with_the_contract(lesson: Lesson, outcome: Report) -> None:
-    assert outcome.passed, told(outcome)
-    assert outcome.results[-1].name == "greedy tokens equal those of transformers"
+def test_the_engines_own_code_passes_with_the_contract(lesson: Lesson) -> None:
+    sources = {exercise.module: module_source(exercise.module) for exercise in lesson.exercises}
+    report = run(lesson, sources, contract=True)
+    assert report.passed, told(report)
+    assert report.results[-1].name == "greedy tokens equal those of transformers"
 
 
-def with_pitfall(name: str) -> Report:
-    lesson, pitfall = PITFALLS[name]
-    sources = {pitfall.module: pitfall.apply(module_source(pitfall.module))}
-    return run_checks(lesson, sources, contract=False, stop_at_first=True, limit_s=BUSY_S)
-
-
-@pytest.mark.parametrize("name", PITFALLS)
-@looks_at(with_pitfall)
-def test_a_pitfall_is_caught_and_named(name: str, outcome: Report) -> None:
-    _, pitfall = PITFALLS[name]
-    failed = first_failure(outcome)
+@pytest.mark.parametrize(("lesson", "pitfall"), PITFALLS)
+def test_a_pitfall_is_caught_and_named(lesson: Lesson, pitfall: Pitfall) -> None:
+    failed = first_failure(run(lesson, {pitfall.module: pitfall.apply(module_source(pitfall.module))}))
     assert pitfall.name in failed.guards, f"caught by another check: {failed}"
     assert len(failed.guards) <= 2, failed.guards
 
 
-def fresh(lesson: Lesson) -> Report:
-    return run_checks(lesson, BLANKED[lesson.id], contract=False, stop_at_first=True, limit_s=BUSY_S)
-
-
 @every_lesson
-@looks_at(fresh)
-def test_a_fresh_workspace_fails_and_names_a_function_to_write(lesson: Lesson, outcome: Report) -> None:
-    failure = first_failure(outcome).failure
+def test_a_fresh_workspace_fails_and_names_a_function_to_write(lesson: Lesson) -> None:
+    failure = first_failure(run(lesson, blanked_sources(lesson))).failure
     assert failure is not None
     assert failure.kind == "NotImplementedError", failure
     assert failure.message in [marker(lesson.id, function) for function in lesson.functions]
 
 
-def demo(lesson: Lesson) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mini_sglang", "learn", "play", lesson.id]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=BUSY_S, check=False, stdin=subprocess.DEVNULL
-    )
-
-
 @every_lesson
-@looks_at(demo)
-def test_the_demo_runs(lesson: Lesson, outcome: subprocess.CompletedProcess[str]) -> None:
-    assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stdout.strip()
+def test_the_demo_runs(lesson: Lesson) -> None:
+    command = [PACKAGE.name, "learn", "play", lesson.id]
+    status, output, errors = warm_process.run_apart(command, PACKAGE.parent, os.environ, BUSY_S)
+    assert status == 0, errors
+    assert output.strip()
 
 
 @every_lesson

@@ -11,6 +11,7 @@ import pytest
 
 from mini_sglang.outputs import TokenOutput
 from mini_sglang.sampling_params import SamplingParams
+from tests.tiny import Checkpoints, run_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -22,8 +23,8 @@ def run(engine: Any) -> list[TokenOutput]:
     return outputs
 
 
-def test_the_first_token_says_how_long_its_request_was_queued(running: Any, write_checkpoint: Any) -> None:
-    with running(write_checkpoint().path, max_running_requests=1) as engine:
+def test_the_first_token_says_how_long_its_request_was_queued(checkpoints: Checkpoints) -> None:
+    with run_engine(checkpoints.write().path, max_running_requests=1) as engine:
         start = time.perf_counter()
         for name in ("first", "second"):
             engine.add_request(name, [5, 6, 7], GREEDY)
@@ -42,8 +43,8 @@ def test_the_first_token_says_how_long_its_request_was_queued(running: Any, writ
         assert queued["first"] < taken / 2 < queued["second"]
 
 
-def test_a_trace_names_each_step_and_its_phases(running: Any, write_checkpoint: Any, tmp_path: Path) -> None:
-    with running(write_checkpoint().path, profile_dir=str(tmp_path / "traces")) as engine:
+def test_a_trace_names_each_step_and_its_phases(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with run_engine(checkpoints.write().path, profile_dir=str(tmp_path / "traces")) as engine:
         engine.start_trace(num_steps=3)
         with pytest.raises(ValueError, match="already"):
             engine.start_trace()
@@ -61,8 +62,8 @@ def test_a_trace_names_each_step_and_its_phases(running: Any, write_checkpoint: 
     assert any(name.startswith("aten::") for name in names)
 
 
-def test_a_trace_may_begin_and_end_between_any_steps(running: Any, write_checkpoint: Any, tmp_path: Path) -> None:
-    with running(write_checkpoint().path, profile_dir=str(tmp_path), run_ahead=1) as engine:
+def test_a_trace_may_begin_and_end_between_any_steps(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with run_engine(checkpoints.write().path, profile_dir=str(tmp_path), run_ahead=1) as engine:
         engine.add_request("a", [5, 6, 7], GREEDY)
         engine.step()
         engine.start_trace()
@@ -72,16 +73,16 @@ def test_a_trace_may_begin_and_end_between_any_steps(running: Any, write_checkpo
     assert "launch 2 (1 decodes, 1 tokens)" in path.read_text()
 
 
-def test_without_a_folder_there_is_no_trace(running: Any, write_checkpoint: Any) -> None:
-    with running(write_checkpoint().path) as engine, pytest.raises(ValueError, match="profile_dir"):
+def test_without_a_folder_there_is_no_trace(checkpoints: Checkpoints) -> None:
+    with run_engine(checkpoints.write().path) as engine, pytest.raises(ValueError, match="profile_dir"):
         engine.start_trace()
 
 
 def test_a_trace_that_cannot_be_written_is_an_error_of_who_asks_for_it(
-    running: Any, write_checkpoint: Any, tmp_path: Path
+    checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tmp_path / "traces"
-    with running(write_checkpoint().path, profile_dir=str(folder)) as engine:
+    with run_engine(checkpoints.write().path, profile_dir=str(folder)) as engine:
         engine.start_trace(num_steps=2)
         folder.rmdir()
         engine.add_request("a", [5, 6, 7], GREEDY)
@@ -90,5 +91,5 @@ def test_a_trace_that_cannot_be_written_is_an_error_of_who_asks_for_it(
             engine.stop_trace()
     (tmp_path / "file").touch()
     settings = {"profile_dir": str(tmp_path / "file")}
-    with running(write_checkpoint().path, **settings) as engine, pytest.raises(OSError, match="file"):
+    with run_engine(checkpoints.write().path, **settings) as engine, pytest.raises(OSError, match="file"):
         engine.start_trace()

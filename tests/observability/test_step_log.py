@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +15,7 @@ from mini_sglang.observability.step_log import Arrived, Ended, Header, Step, Ste
 from mini_sglang.outputs import FinishReason
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
+from tests.tiny import Checkpoints, make_ragged_prompts, run_engine
 
 
 def answer(length: int) -> SamplingParams:
@@ -41,9 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_log_adds_up_to_what_callers_got(
-    running: Any, write_checkpoint: Any, ragged_prompts: Any, path: Path, run_ahead: int
-) -> None:
+def test_a_log_adds_up_to_what_callers_got(checkpoints: Checkpoints, path: Path, run_ahead: int) -> None:
     settings = {
         "page_size": 4,
         "num_pages": 40,
@@ -51,9 +49,9 @@ def test_a_log_adds_up_to_what_callers_got(
         "run_ahead": run_ahead,
         "step_log": str(path),
     }
-    with running(write_checkpoint().path, **settings) as engine:
+    with run_engine(checkpoints.write().path, **settings) as engine:
         engine.scheduler.expected_output = 0.0  # admits boldly, and so has to preempt
-        prompts = ragged_prompts(12, engine.model_config.vocab_size)
+        prompts = make_ragged_prompts(12, engine.model_config.vocab_size)
         for index, prompt in enumerate(prompts):
             engine.add_request(str(index), prompt, answer(25 + index))
         tokens = finish(engine)
@@ -76,9 +74,9 @@ def test_a_log_adds_up_to_what_callers_got(
 
 
 def test_a_line_names_decoding_requests_only_where_others_decode_than_before(
-    running: Any, write_checkpoint: Any, path: Path
+    checkpoints: Checkpoints, path: Path
 ) -> None:
-    with running(write_checkpoint().path, step_log=str(path), run_ahead=1) as engine:
+    with run_engine(checkpoints.write().path, step_log=str(path), run_ahead=1) as engine:
         for index in range(16):
             engine.add_request(f"request-{index}", [5 + index], answer(100))
         finish(engine)
@@ -89,8 +87,8 @@ def test_a_line_names_decoding_requests_only_where_others_decode_than_before(
     assert all(len(msgspec.json.encode(step)) < 300 for step in steps[2:])
 
 
-def test_lines_reach_the_file_in_large_pieces_and_at_rest(running: Any, write_checkpoint: Any, path: Path) -> None:
-    with running(write_checkpoint().path, step_log=str(path)) as engine:
+def test_lines_reach_the_file_in_large_pieces_and_at_rest(checkpoints: Checkpoints, path: Path) -> None:
+    with run_engine(checkpoints.write().path, step_log=str(path)) as engine:
         engine.add_request("a", [5], answer(50))
         header_bytes = path.stat().st_size
         sizes = set()
@@ -105,9 +103,9 @@ def test_lines_reach_the_file_in_large_pieces_and_at_rest(running: Any, write_ch
 
 
 def test_aborted_and_failed_requests_are_ended_in_the_log(
-    running: Any, write_checkpoint: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(write_checkpoint().path, step_log=str(path), run_ahead=1) as engine:
+    with run_engine(checkpoints.write().path, step_log=str(path), run_ahead=1) as engine:
         engine.add_request("left", [5, 6], answer(50))
         engine.step()
         engine.abort("left")
@@ -132,17 +130,17 @@ def test_aborted_and_failed_requests_are_ended_in_the_log(
     assert [life.tokens for life in History(path).lives][1:] == [0, 3]
 
 
-def test_the_header_has_the_resolved_configuration(running: Any, write_checkpoint: Any, path: Path) -> None:
-    with running(write_checkpoint().path, step_log=str(path), num_pages=20) as engine:
+def test_the_header_has_the_resolved_configuration(checkpoints: Checkpoints, path: Path) -> None:
+    with run_engine(checkpoints.write().path, step_log=str(path), num_pages=20) as engine:
         [header] = read_lines(path)
         assert isinstance(header, Header)
         assert (header.config["num_pages"], header.config["device"]) == (20, engine.config.device)
 
 
 def test_a_full_disk_ends_the_log_and_not_the_engine(
-    running: Any, write_checkpoint: Any, caplog: pytest.LogCaptureFixture
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running(write_checkpoint().path, step_log="/dev/full") as engine:
+    with run_engine(checkpoints.write().path, step_log="/dev/full") as engine:
         engine.add_request("a", [5], answer(5))
         assert finish(engine) == {"a": 5}
     assert [record.getMessage() for record in caplog.records if "step log" in record.getMessage()] == [
@@ -150,8 +148,11 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(
     ]
 
 
-def test_a_path_that_cannot_be_is_an_error_before_a_model_is_loaded(running: Any, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no-folder"), running("no-model", step_log=str(tmp_path / "no-folder" / "log")):
+def test_a_path_that_cannot_be_is_an_error_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="no-folder"),
+        run_engine("no-model", step_log=str(tmp_path / "no-folder" / "log")),
+    ):
         pass
 
 

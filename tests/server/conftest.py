@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 import uvicorn
@@ -24,6 +24,7 @@ from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.app import create_app
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.tiny import RunningServer, run_server
 
 CONTEXT_LENGTH = 512
 PAGE_SIZE = 16
@@ -38,6 +39,10 @@ class Call(NamedTuple):
     params: SamplingParams
     cache_salt: str
     priority: int
+
+
+class StartServer(Protocol):
+    def __call__(self, *options: str) -> RunningServer: ...
 
 
 class ScriptedEngine:
@@ -228,7 +233,7 @@ def serve(make_app: Callable[..., FastAPI]) -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture(scope="module")
-def start_server(run_server: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`start_server(*options)` → a RunningServer on a free port, killed when the module's tests are over."""
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """Servers on free ports, killed when the module's tests are over."""
     with ExitStack() as servers:
-        yield lambda *options: servers.enter_context(run_server(*options))
+        yield lambda *options: servers.enter_context(run_server(tmp_path_factory.mktemp("server") / "log", *options))

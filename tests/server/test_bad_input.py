@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.errors import FieldError
 from mini_sglang.ipc.async_engine import EngineDeadError
+from tests.server.conftest import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -37,7 +38,7 @@ def refused(response: Any, status: int = 400) -> Json:
 
 
 @pytest.fixture(autouse=True)
-def canary(client: TestClient, engine: Any) -> Iterator[None]:
+def canary(client: TestClient, engine: ScriptedEngine) -> Iterator[None]:
     """After every test the server still answers, and nothing runs."""
     yield
     engine.error = engine.fail_after = None
@@ -231,7 +232,7 @@ def test_messages_that_are_none(client: TestClient, messages: Any) -> None:
     assert error["param"] == "messages"
 
 
-def test_messages_that_are_too_long(client: TestClient, engine: Any) -> None:
+def test_messages_that_are_too_long(client: TestClient, engine: ScriptedEngine) -> None:
     error = refused(client.post(CHAT, json={"messages": [{"role": "user", "content": "word " * 1000}]}))
     assert error["param"] == "messages"
     assert str(engine.info.context_length) in error["message"]
@@ -243,7 +244,7 @@ def test_an_empty_message_is_a_message(client: TestClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 2, 64])
-def test_lengths_around_the_context(client: TestClient, engine: Any, max_tokens: int, stream: bool) -> None:
+def test_lengths_around_the_context(client: TestClient, engine: ScriptedEngine, max_tokens: int, stream: bool) -> None:
     limit = engine.info.max_prompt_tokens
     for length in (limit - 1, limit):
         body = {"prompt": [5] * length, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
@@ -304,7 +305,7 @@ def test_half_of_a_surrogate_pair(client: TestClient, body: Json, field: str) ->
     assert refused(client.post(CHAT, content=json.dumps(body), headers=JSON))["param"] == field
 
 
-def test_an_emoji_written_as_an_escaped_pair_is_fine(client: TestClient, engine: Any) -> None:
+def test_an_emoji_written_as_an_escaped_pair_is_fine(client: TestClient, engine: ScriptedEngine) -> None:
     assert client.post(COMPLETIONS, content=r'{"prompt": "ab\ud83d\ude00"}', headers=JSON).status_code == 200
     assert engine.calls[0].prompt_ids == engine.tokenizer.encode("ab😀")
 
@@ -349,7 +350,7 @@ def test_an_api_key_guards_all_but_health_and_metrics(make_app: Callable[..., Fa
     assert client.get("/metrics").status_code == 200
 
 
-def test_more_requests_than_the_server_takes(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_more_requests_than_the_server_takes(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     client = TestClient(make_app(max_waiting_requests=2))
     limit = engine.info.max_running_requests + 2
     assert client.post(COMPLETIONS, json={"prompt": "a", "n": limit}).status_code == 200
@@ -359,7 +360,7 @@ def test_more_requests_than_the_server_takes(make_app: Callable[..., FastAPI], e
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_by_the_engine_is_a_400(client: TestClient, engine: Any, stream: bool) -> None:
+def test_a_refusal_by_the_engine_is_a_400(client: TestClient, engine: ScriptedEngine, stream: bool) -> None:
     engine.error = FieldError("prompt", "has 5 tokens, too many today")
     for n in (1, 3):
         error = refused(client.post(COMPLETIONS, json={"prompt": "a", "n": n, "stream": stream}))
@@ -367,7 +368,7 @@ def test_a_refusal_by_the_engine_is_a_400(client: TestClient, engine: Any, strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_dead_engine_is_a_503(client: TestClient, engine: Any, stream: bool) -> None:
+def test_a_dead_engine_is_a_503(client: TestClient, engine: ScriptedEngine, stream: bool) -> None:
     engine.error = EngineDeadError("the engine process ended with status -9")
     for route in BASE:
         assert "status -9" in refused(client.post(route, json={**BASE[route], "stream": stream}), 503)["message"]
@@ -375,20 +376,20 @@ def test_a_dead_engine_is_a_503(client: TestClient, engine: Any, stream: bool) -
     assert 'mini_sglang:engine_up{model_name="scripted"} 0.0' in client.get("/metrics").text
 
 
-def test_a_stuck_engine_is_a_503(client: TestClient, engine: Any) -> None:
+def test_a_stuck_engine_is_a_503(client: TestClient, engine: ScriptedEngine) -> None:
     engine.error = TimeoutError("the engine did not answer within 5 s")
     for method, route in (("GET", "/health"), ("GET", "/server_info"), ("POST", "/flush_cache")):
         assert "5 s" in refused(client.request(method, route), 503)["message"]
     assert 'mini_sglang:engine_up{model_name="scripted"} 0.0' in client.get("/metrics").text
 
 
-def test_an_unforeseen_fault_is_a_500_without_details(client: TestClient, engine: Any) -> None:
+def test_an_unforeseen_fault_is_a_500_without_details(client: TestClient, engine: ScriptedEngine) -> None:
     engine.error = KeyError("secret detail")
     for route in BASE:
         assert "secret" not in refused(client.post(route, json=BASE[route]), 500)["message"]
 
 
-def test_a_failing_step_is_a_500_or_the_last_event(client: TestClient, engine: Any) -> None:
+def test_a_failing_step_is_a_500_or_the_last_event(client: TestClient, engine: ScriptedEngine) -> None:
     engine.fail_after = 2
     assert "the step failed" in refused(client.post(COMPLETIONS, json={"prompt": "a"}), 500)["message"]
     response = client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "stream": True})

@@ -21,6 +21,8 @@ import openai
 import pytest
 
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.server.conftest import StartServer
+from tests.tiny import RunningServer
 
 POOL_TOKENS = 1024
 CHUNK = 128
@@ -31,23 +33,23 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Any) -> Any:
+def server(start_server: StartServer) -> Any:
     pool = ("--page-size", "16", "--num-pages", str(POOL_TOKENS // 16))
     return start_server("--model", MODEL, "--dtype", "float32", "--max-prefill-tokens", str(CHUNK), *pool)
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
+def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def canary_text(server: Any) -> str:
+def canary_text(server: RunningServer) -> str:
     return ask(server, "Name three colours.", max_tokens=12)
 
 
 @pytest.fixture(autouse=True)
-def server_is_unharmed(server: Any, canary_text: str) -> Iterator[None]:
+def server_is_unharmed(server: RunningServer, canary_text: str) -> Iterator[None]:
     """After every case the server gives the answer it gave when fresh, and holds nothing but its cache."""
     yield
     assert ask(server, "Name three colours.", max_tokens=12) == canary_text
@@ -56,7 +58,7 @@ def server_is_unharmed(server: Any, canary_text: str) -> Iterator[None]:
     assert metrics["kv_free_pages"] + metrics["kv_cached_pages"] == metrics["kv_pages"]
 
 
-def chat(server: Any, content: str, **fields: Any) -> Json:
+def chat(server: RunningServer, content: str, **fields: Any) -> Json:
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
     response = server.post("/v1/chat/completions", **body)
     assert response.status_code == 200, response.text
@@ -64,22 +66,22 @@ def chat(server: Any, content: str, **fields: Any) -> Json:
     return answer
 
 
-def ask(server: Any, content: str, **fields: Any) -> str:
+def ask(server: RunningServer, content: str, **fields: Any) -> str:
     return str(chat(server, content, **fields)["choices"][0]["message"]["content"])
 
 
-def complete(server: Any, prompt: Any, **fields: Any) -> Json:
+def complete(server: RunningServer, prompt: Any, **fields: Any) -> Json:
     response = server.post("/v1/completions", **{"prompt": prompt, "temperature": 0, **fields})
     assert response.status_code == 200, response.text
     answer: Json = response.json()
     return answer
 
 
-def text_of(server: Any, prompt: Any, **fields: Any) -> str:
+def text_of(server: RunningServer, prompt: Any, **fields: Any) -> str:
     return str(complete(server, prompt, **fields)["choices"][0]["text"])
 
 
-def stream(server: Any, route: str, body: Json) -> Generator[Json, None, None]:
+def stream(server: RunningServer, route: str, body: Json) -> Generator[Json, None, None]:
     """The JSON events of a stream; [DONE] is checked."""
     with httpx.stream("POST", server.url + route, json={**body, "stream": True}, timeout=120) as response:
         assert response.status_code == 200
@@ -93,13 +95,13 @@ def stream(server: Any, route: str, body: Json) -> Generator[Json, None, None]:
         assert list(lines) == []
 
 
-def streamed_text(server: Any, content: str, **fields: Any) -> str:
+def streamed_text(server: RunningServer, content: str, **fields: Any) -> str:
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
     chunks = stream(server, "/v1/chat/completions", body)
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
-def gauges(server: Any) -> dict[str, float]:
+def gauges(server: RunningServer) -> dict[str, float]:
     """All metrics by name, and by labels beyond the model's name."""
     text = re.sub(r',?model_name="[^"]*"', "", server.get("/metrics").text).replace("{}", "")
     pairs = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
@@ -151,7 +153,7 @@ def test_the_stock_client_understands_errors(client: openai.OpenAI) -> None:
         )
 
 
-def test_each_prompt_of_a_list_is_continued_on_its_own(server: Any) -> None:
+def test_each_prompt_of_a_list_is_continued_on_its_own(server: RunningServer) -> None:
     prompts = ["1, 2, 3,", "Monday, Tuesday,", "a, b, c, d,"]
     alone = [text_of(server, prompt, max_tokens=6) for prompt in prompts]
     choices = complete(server, prompts, max_tokens=6)["choices"]
@@ -162,7 +164,7 @@ def test_each_prompt_of_a_list_is_continued_on_its_own(server: Any) -> None:
     assert all(any(c.isdigit() for c in choice["text"]) for choice in sampled[:2])
 
 
-def test_no_parameter_is_taken_and_dropped(server: Any) -> None:
+def test_no_parameter_is_taken_and_dropped(server: RunningServer) -> None:
     prompt, fields = "a b a b a b a b a b a b", {"max_tokens": 12, "ignore_eos": True}
     plain = text_of(server, prompt, **fields)
     assert plain == " a b" * 6
@@ -175,7 +177,7 @@ def test_no_parameter_is_taken_and_dropped(server: Any) -> None:
     assert len(complete(server, prompt, **fields, n=2)["choices"]) == 2
 
 
-def test_tokens_can_be_forced_and_forbidden(server: Any, builtin_tokenizer: Tokenizer) -> None:
+def test_tokens_can_be_forced_and_forbidden(server: RunningServer, builtin_tokenizer: Tokenizer) -> None:
     [paris] = builtin_tokenizer.encode(" Paris")
     [london] = builtin_tokenizer.encode(" London")
     prompt = "The capital of France is"
@@ -185,7 +187,7 @@ def test_tokens_can_be_forced_and_forbidden(server: Any, builtin_tokenizer: Toke
     assert text_of(server, prompt, max_tokens=5, stop_token_ids=[paris]) == ""
 
 
-def test_top_k_zero_minus_one_and_huge_are_off(server: Any) -> None:
+def test_top_k_zero_minus_one_and_huge_are_off(server: RunningServer) -> None:
     def words(**fields: Any) -> list[str]:
         answer = chat(server, "Give me a random word.", max_tokens=1, n=30, temperature=1.5, seed=1, **fields)
         return [choice["message"]["content"] for choice in answer["choices"]]
@@ -198,7 +200,7 @@ def test_top_k_zero_minus_one_and_huge_are_off(server: Any) -> None:
 
 
 @pytest.mark.parametrize("route", ["chat", "completions"])
-def test_a_seed_fixes_the_text_in_any_company(server: Any, route: str) -> None:
+def test_a_seed_fixes_the_text_in_any_company(server: RunningServer, route: str) -> None:
     def sample(seed: int | None) -> str:
         fields = {"temperature": 1, "max_tokens": 16, "seed": seed}
         if route == "chat":
@@ -212,7 +214,7 @@ def test_a_seed_fixes_the_text_in_any_company(server: Any, route: str) -> None:
     assert at_once([partial(sample, 7), *[partial(sample, None)] * 5])[0] == alone
 
 
-def test_text_held_back_for_a_stop_string_comes_out(server: Any) -> None:
+def test_text_held_back_for_a_stop_string_comes_out(server: RunningServer) -> None:
     question = "Name five rivers."
     text = ask(server, question, max_tokens=20)
     for stop in ([text[-4:] + "QQQ"], [text[6:9] + "QQQ"], []):
@@ -220,7 +222,7 @@ def test_text_held_back_for_a_stop_string_comes_out(server: Any) -> None:
         assert streamed_text(server, question, max_tokens=20, stop=stop) == text
 
 
-def test_ignore_eos_gives_exactly_the_tokens_asked_for(server: Any) -> None:
+def test_ignore_eos_gives_exactly_the_tokens_asked_for(server: RunningServer) -> None:
     def count(limit: int) -> tuple[int, str]:
         answer = chat(server, "Reply with OK.", max_tokens=limit, ignore_eos=True)
         return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
@@ -229,7 +231,7 @@ def test_ignore_eos_gives_exactly_the_tokens_asked_for(server: Any) -> None:
     assert at_once([partial(count, limit) for limit in limits]) == [(limit, "length") for limit in limits]
 
 
-def test_a_limit_inside_a_character_is_the_same_in_both_modes(server: Any) -> None:
+def test_a_limit_inside_a_character_is_the_same_in_both_modes(server: RunningServer) -> None:
     bias = {"157": 60, "233": 50}  # bytes of which emoji begin: pieces of characters come often
     question = "Answer with ten different emoji only."
     for limit in range(1, 7):
@@ -237,14 +239,14 @@ def test_a_limit_inside_a_character_is_the_same_in_both_modes(server: Any) -> No
         assert streamed_text(server, question, max_tokens=limit, logit_bias=bias, ignore_eos=True) == plain
 
 
-def test_equal_prompts_at_once(server: Any) -> None:
+def test_equal_prompts_at_once(server: RunningServer) -> None:
     prompt = "red blue " * 120
     alone = text_of(server, prompt, max_tokens=8)
     server.post("/flush_cache")
     assert at_once([partial(text_of, server, prompt, max_tokens=8)] * 13) == [alone] * 13
 
 
-def test_pages_of_running_requests_are_never_reused(server: Any) -> None:
+def test_pages_of_running_requests_are_never_reused(server: RunningServer) -> None:
     shared = "The quick brown fox jumps over the lazy dog. " * 20
     tails = ["Now tell me about ships:", "Now tell me about trees:"]
     alone = [text_of(server, shared + tail, max_tokens=24, ignore_eos=True) for tail in tails]
@@ -257,7 +259,7 @@ def test_pages_of_running_requests_are_never_reused(server: Any) -> None:
     assert at_once(calls) == alone + alone_short
 
 
-def test_a_pool_too_small_for_all_preempts_and_loses_nothing(server: Any) -> None:
+def test_a_pool_too_small_for_all_preempts_and_loses_nothing(server: RunningServer) -> None:
     complete(server, "Hi", n=64, max_tokens=1, temperature=1)  # short answers make the next admissions bold
     prompts = [[500 + index, *range(100, 239)] for index in range(6)]  # 6 x (140 + 48) tokens, more than the pool
     preemptions = gauges(server)["num_preemptions_total"]
@@ -268,7 +270,7 @@ def test_a_pool_too_small_for_all_preempts_and_loses_nothing(server: Any) -> Non
     assert gauges(server)["num_preemptions_total"] > preemptions
 
 
-def test_a_request_that_outgrows_the_pool_ends_with_length(server: Any) -> None:
+def test_a_request_that_outgrows_the_pool_ends_with_length(server: RunningServer) -> None:
     prompt = [(index % 50) + 300 for index in range(POOL_TOKENS - 40)]
     short: Json = {"max_tokens": 10}
     lone = text_of(server, "1, 2, 3,", **short)
@@ -287,7 +289,7 @@ def test_a_request_that_outgrows_the_pool_ends_with_length(server: Any) -> None:
     assert str(POOL_TOKENS) in refused.json()["error"]["message"]
 
 
-def test_a_stream_goes_on_while_long_prompts_are_computed(server: Any) -> None:
+def test_a_stream_goes_on_while_long_prompts_are_computed(server: RunningServer) -> None:
     num_chunks = 4
     prompt = [(7 * index) % 1000 + 300 for index in range(num_chunks * CHUNK)]
     body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
@@ -304,7 +306,7 @@ def test_a_stream_goes_on_while_long_prompts_are_computed(server: Any) -> None:
     assert during >= num_chunks - 1  # one token for each chunk
 
 
-def test_text_parts_are_the_string_they_make(server: Any) -> None:
+def test_text_parts_are_the_string_they_make(server: RunningServer) -> None:
     def prompt_tokens(content: Any) -> int:
         return int(chat(server, content, max_tokens=1)["usage"]["prompt_tokens"])
 
@@ -312,7 +314,9 @@ def test_text_parts_are_the_string_they_make(server: Any) -> None:
     assert prompt_tokens(parts) == prompt_tokens("Name the capital of Peru.")
 
 
-def test_the_prompt_has_what_the_template_writes_and_nothing_twice(server: Any, builtin_tokenizer: Tokenizer) -> None:
+def test_the_prompt_has_what_the_template_writes_and_nothing_twice(
+    server: RunningServer, builtin_tokenizer: Tokenizer
+) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     for _ in range(3):
         answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1).json()
@@ -321,7 +325,7 @@ def test_the_prompt_has_what_the_template_writes_and_nothing_twice(server: Any, 
 
 
 @pytest.mark.parametrize("arguments", ['{"zone": "Lima"}', {"zone": "Lima"}, "", "5", "[1]", "not json"])
-def test_a_conversation_with_calls_and_results(server: Any, arguments: Any) -> None:
+def test_a_conversation_with_calls_and_results(server: RunningServer, arguments: Any) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": arguments}}
     messages = [
         {"role": "user", "content": "What time is it in Lima?"},
@@ -392,7 +396,7 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("parameters", HOSTILE, ids=range(len(HOSTILE)))
-def test_schemas_that_cannot_be_followed(server: Any, parameters: Any) -> None:
+def test_schemas_that_cannot_be_followed(server: RunningServer, parameters: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     messages = [{"role": "user", "content": "Hi"}]
     body = {"messages": messages, "tools": tools, "temperature": 0, "max_tokens": 4}
@@ -405,7 +409,7 @@ def test_schemas_that_cannot_be_followed(server: Any, parameters: Any) -> None:
     assert server.post("/v1/chat/completions", **body).status_code in (200, 400)
 
 
-def test_a_repeated_conversation_comes_from_the_cache(server: Any) -> None:
+def test_a_repeated_conversation_comes_from_the_cache(server: RunningServer) -> None:
     server.post("/flush_cache")
     first = chat(server, "Tell me about the sea, please.", max_tokens=4)["usage"]
     second = chat(server, "Tell me about the sea, please.", max_tokens=4)["usage"]
@@ -415,7 +419,7 @@ def test_a_repeated_conversation_comes_from_the_cache(server: Any) -> None:
     assert salted["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_counters_return_to_zero_when_all_clients_leave_at_once(server: Any) -> None:
+def test_counters_return_to_zero_when_all_clients_leave_at_once(server: RunningServer) -> None:
     def ended() -> dict[str, float]:
         return {name: value for name, value in gauges(server).items() if name.startswith("request_success_total")}
 
@@ -432,7 +436,7 @@ def test_counters_return_to_zero_when_all_clients_leave_at_once(server: Any) -> 
     assert changed == {'request_success_total{finished_reason="abort"}': 10}
 
 
-def test_streams_left_at_random_moments_lose_no_page(server: Any) -> None:
+def test_streams_left_at_random_moments_lose_no_page(server: RunningServer) -> None:
     command = (sys.executable, str(ABORT_STORM), "--url", server.url, "--streams", "100")
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

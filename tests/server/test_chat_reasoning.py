@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.server.conftest import ScriptedEngine
 
 # As Qwen3's: the model thinks unless the prompt holds empty reasoning.
 QWEN3 = """\
@@ -63,7 +64,7 @@ def start(serve: Callable[..., str], with_template: Callable[[str], Tokenizer]) 
     return start
 
 
-def test_reasoning_and_an_answer(start: Start, write: Any, engine: Any) -> None:
+def test_reasoning_and_an_answer(start: Start, write: Callable[[str], None], engine: ScriptedEngine) -> None:
     write("<think>\nTwo and two make four.\n</think>\n\nIt is 4.")
     said = start(QWEN3)()
     assert said["content"] == "It is 4."
@@ -73,13 +74,13 @@ def test_reasoning_and_an_answer(start: Start, write: Any, engine: Any) -> None:
     assert abs(said["tokens"] - len(reasoning)) <= 1
 
 
-def test_a_prompt_that_has_opened_the_reasoning(start: Start, write: Any) -> None:
+def test_a_prompt_that_has_opened_the_reasoning(start: Start, write: Callable[[str], None]) -> None:
     write("Two and two make four.\n</think>\n\nIt is 4.")
     said = start(OPENED)()
     assert (said["content"], said["reasoning"]) == ("It is 4.", "Two and two make four.")
 
 
-def test_without_thinking_the_answer_is_content(start: Start, write: Any) -> None:
+def test_without_thinking_the_answer_is_content(start: Start, write: Callable[[str], None]) -> None:
     write("It is 4.")
     ask = start(QWEN3)
     for fields in (
@@ -91,7 +92,7 @@ def test_without_thinking_the_answer_is_content(start: Start, write: Any) -> Non
 
 
 @pytest.mark.parametrize("template", [QWEN3, OPENED])
-def test_reasoning_that_is_cut_off(start: Start, write: Any, template: str) -> None:
+def test_reasoning_that_is_cut_off(start: Start, write: Callable[[str], None], template: str) -> None:
     write("<think>\nTwo and two make four, and so on.</think>It is 4." if template == QWEN3 else "Two and so on.")
     said = start(template)(max_tokens=8)
     assert said["content"] == ""
@@ -105,7 +106,7 @@ def test_reasoning_that_is_cut_off(start: Start, write: Any, template: str) -> N
     [("It", "It is 4.", ""), ("<think>Two", "", "It is 4."), ("<think>Two</think>", "It is 4.", "")],
 )
 def test_an_answer_that_goes_on_with_a_message(
-    start: Start, write: Any, prefix: str, content: str, reasoning: str
+    start: Start, write: Callable[[str], None], prefix: str, content: str, reasoning: str
 ) -> None:
     write("It is 4.")
     messages = [{"role": "user", "content": "What does <think> mean?"}, {"role": "assistant", "content": prefix}]
@@ -113,7 +114,7 @@ def test_an_answer_that_goes_on_with_a_message(
     assert (said["content"], said["reasoning"]) == (content, reasoning)
 
 
-def test_reasoning_and_then_a_call(serve: Any, with_template: Any, write: Any) -> None:
+def test_reasoning_and_then_a_call(serve: Any, with_template: Any, write: Callable[[str], None]) -> None:
     write('<think>I need f.</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>')
     client = openai.OpenAI(base_url=f"{serve(tokenizer=with_template(QWEN3))}/v1", api_key="none", max_retries=0)
     tools: Any = [{"type": "function", "function": {"name": "f"}}]
@@ -124,7 +125,7 @@ def test_reasoning_and_then_a_call(serve: Any, with_template: Any, write: Any) -
     assert choice.finish_reason == "tool_calls"
 
 
-def test_markers_stay_where_there_is_no_parser(start: Start, write: Any) -> None:
+def test_markers_stay_where_there_is_no_parser(start: Start, write: Callable[[str], None]) -> None:
     text = "<think>Two.</think>4"
     write(text)
     for ask in (start(QWEN3, reasoning_parser="none"), start(NO_REASONING)):
@@ -132,7 +133,7 @@ def test_markers_stay_where_there_is_no_parser(start: Start, write: Any) -> None
     assert start(NO_REASONING, reasoning_parser="think")()["content"] == "4"
 
 
-def test_effort_and_earlier_reasoning_reach_the_template(start: Start, engine: Any) -> None:
+def test_effort_and_earlier_reasoning_reach_the_template(start: Start, engine: ScriptedEngine) -> None:
     earlier = {"role": "assistant", "content": "Hm.", "reasoning": "Once.", "reasoning_content": "Once."}
     start(QWEN3)(messages=[*QUESTION, earlier, *QUESTION], reasoning_effort="low")
     prompt = engine.tokenizer.decode(engine.calls[0].prompt_ids)

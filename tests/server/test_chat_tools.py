@@ -12,6 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
 
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.server.conftest import ScriptedEngine
 
 # Templates that write as those of models do, in short.
 QWEN = """\
@@ -115,18 +116,18 @@ TIME = ("get_time", {"zone": "Lima"})
     ],
 )
 def test_a_call_is_read_in_the_notation_of_the_models_template(
-    start: Serve, write: Any, template: str, text: str
+    start: Serve, write: Callable[[str], None], template: str, text: str
 ) -> None:
     write(text)
     assert both_ways(start(template)) == (None, [TIME], "tool_calls")
 
 
-def test_an_option_names_the_notation(start: Serve, write: Any) -> None:
+def test_an_option_names_the_notation(start: Serve, write: Callable[[str], None]) -> None:
     write('{"name": "get_time", "parameters": {"zone": "Lima"}}')
     assert both_ways(start(QWEN, tool_call_parser="llama3")) == (None, [TIME], "tool_calls")
 
 
-def test_text_and_several_calls(start: Serve, write: Any) -> None:
+def test_text_and_several_calls(start: Serve, write: Callable[[str], None]) -> None:
     write(f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "add", "arguments": {{"a": [1, "é🦩"]}}}}\n</tool_call>')
     content, calls, reason = both_ways(start())
     assert (content, reason) == ("Let me see.", "tool_calls")
@@ -147,12 +148,12 @@ def test_text_and_several_calls(start: Serve, write: Any) -> None:
         "Half past nine.",
     ],
 )
-def test_what_is_no_call_is_content(start: Serve, write: Any, text: str) -> None:
+def test_what_is_no_call_is_content(start: Serve, write: Callable[[str], None], text: str) -> None:
     write(text)
     assert both_ways(start()) == (text, [], "stop")
 
 
-def test_a_call_that_is_cut_off_is_content(start: Serve, write: Any) -> None:
+def test_a_call_that_is_cut_off_is_content(start: Serve, write: Callable[[str], None]) -> None:
     write(CALL)
     content, calls, reason = both_ways(start(), max_tokens=12)
     assert (calls, reason) == ([], "length")
@@ -160,14 +161,14 @@ def test_a_call_that_is_cut_off_is_content(start: Serve, write: Any) -> None:
     assert CALL.startswith(content)
 
 
-def test_without_tools_nothing_is_looked_for(start: Serve, write: Any) -> None:
+def test_without_tools_nothing_is_looked_for(start: Serve, write: Callable[[str], None]) -> None:
     write(CALL)
     client = start()
     for fields in ({"tools": openai.omit}, {"tools": TOOLS, "tool_choice": "none"}):
         assert both_ways(client, **fields) == (CALL, [], "stop")
 
 
-def test_the_model_is_told_of_the_tools(start: Serve, engine: Any) -> None:
+def test_the_model_is_told_of_the_tools(start: Serve, engine: ScriptedEngine) -> None:
     client = start()
     plain(client)
     plain(client, tool_choice="none")
@@ -176,7 +177,7 @@ def test_the_model_is_told_of_the_tools(start: Serve, engine: Any) -> None:
     assert "get_time" not in not_told
 
 
-def test_a_stream_opens_each_call_once_and_sends_arguments_after_it(start: Serve, write: Any) -> None:
+def test_a_stream_opens_each_call_once_and_sends_arguments_after_it(start: Serve, write: Callable[[str], None]) -> None:
     write(f"{CALL}{CALL}")
     chunks = list(
         start().chat.completions.create(model="scripted", messages=QUESTION, tools=TOOLS, max_tokens=200, stream=True)
@@ -191,7 +192,9 @@ def test_a_stream_opens_each_call_once_and_sends_arguments_after_it(start: Serve
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["tool_calls"]
 
 
-def test_logprobs_of_every_token_come_with_a_streamed_call(start: Serve, write: Any, engine: Any) -> None:
+def test_logprobs_of_every_token_come_with_a_streamed_call(
+    start: Serve, write: Callable[[str], None], engine: ScriptedEngine
+) -> None:
     write(CALL)
     fields: Any = {"model": "scripted", "messages": QUESTION, "tools": TOOLS, "logprobs": True, "max_tokens": 200}
     chunks = list(start().chat.completions.create(**fields, stream=True))
@@ -214,7 +217,7 @@ PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
 @pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL, PLAIN])
 @pytest.mark.parametrize("arguments", ['{"zone": "Lima"}', {"zone": "Lima"}])
 def test_a_history_holds_the_arguments_once_and_not_quoted_twice(
-    start: Serve, engine: Any, template: str, arguments: Any
+    start: Serve, engine: ScriptedEngine, template: str, arguments: Any
 ) -> None:
     answer = plain(start(template), messages=history(arguments))
     assert answer.choices[0].message.content == "Hello there, dear friend."
@@ -235,7 +238,7 @@ def test_a_history_with_strange_arguments_is_no_fault_of_the_servers(
     assert plain(client).choices
 
 
-def test_an_answer_with_calls_can_be_sent_back_as_it_came(start: Serve, write: Any) -> None:
+def test_an_answer_with_calls_can_be_sent_back_as_it_came(start: Serve, write: Callable[[str], None]) -> None:
     write(CALL)
     for template in (QWEN, PLAIN):
         client = start(template)
@@ -250,7 +253,9 @@ def test_an_answer_with_calls_can_be_sent_back_as_it_came(start: Serve, write: A
             assert plain(client, messages=[*QUESTION, earlier, result]).choices
 
 
-def test_a_template_that_knows_no_tools_gets_them_in_words(start: Serve, engine: Any, write: Any) -> None:
+def test_a_template_that_knows_no_tools_gets_them_in_words(
+    start: Serve, engine: ScriptedEngine, write: Callable[[str], None]
+) -> None:
     write(CALL)
     client = start(PLAIN)
     assert both_ways(client, messages=[{"role": "system", "content": "Be brief."}, *QUESTION])[1] == [TIME]
@@ -275,7 +280,7 @@ def test_tools_of_a_model_whose_notation_is_not_known_are_refused(start: Serve, 
     assert plain(client, tool_choice="none").choices
 
 
-def test_choices_are_read_each_on_its_own(start: Serve, write: Any) -> None:
+def test_choices_are_read_each_on_its_own(start: Serve, write: Callable[[str], None]) -> None:
     write(CALL)
     answer = plain(start(), n=3)
     assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 3

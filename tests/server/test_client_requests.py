@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.server.conftest import ScriptedEngine
+
 TEXT = "Hello there, dear friend."
 HI = [{"role": "user", "content": "Hi"}]
 GET_TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
@@ -210,7 +212,7 @@ def test_open_webui_uses_the_responses_route(client: TestClient) -> None:
 # --- evaluation programs --------------------------------------------------------------------------------------------
 
 
-def test_lm_eval_takes_its_tokens_from_the_server(client: TestClient, engine: Any) -> None:
+def test_lm_eval_takes_its_tokens_from_the_server(client: TestClient, engine: ScriptedEngine) -> None:
     info = client.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|im_end|>"
     assert "<|im_start|>" in info["chat_template"]

@@ -14,6 +14,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from tests.server.conftest import ScriptedEngine
+
 Json = dict[str, Any]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
@@ -248,7 +250,7 @@ CASES = [
 ]
 
 
-def outcome(client: TestClient, engine: Any, route: str, fields: Json) -> Any:
+def outcome(client: TestClient, engine: ScriptedEngine, route: str, fields: Json) -> Any:
     """What a request asked of the engine, and what came of it, without what is different each time.
 
     Of /v1/responses only the former: its answers repeat what they were asked.
@@ -264,7 +266,9 @@ def outcome(client: TestClient, engine: Any, route: str, fields: Json) -> Any:
 
 
 @pytest.mark.parametrize(("section", "name", "effect"), CASES)
-def test_the_table_says_what_happens(client: TestClient, engine: Any, section: str, name: str, effect: str) -> None:
+def test_the_table_says_what_happens(
+    client: TestClient, engine: ScriptedEngine, section: str, name: str, effect: str
+) -> None:
     fields = dict(EXAMPLES[section][name])
     route, base = fields.pop("route", ROUTES[section]), fields.pop("with", {})
     if effect.startswith("refused"):
@@ -279,7 +283,7 @@ def test_the_table_says_what_happens(client: TestClient, engine: Any, section: s
     assert changes_nothing == effect.startswith("accepted")
 
 
-def test_the_sampling_parameters_of_generate_are_listed(client: TestClient, engine: Any) -> None:
+def test_the_sampling_parameters_of_generate_are_listed(client: TestClient, engine: ScriptedEngine) -> None:
     [effect] = [effect for names, effect in rows("/generate") if names == ["`sampling_params`"]]
     assert {"max_new_tokens"} <= set(re.findall(r"`([^`]+)`", effect)) <= set(SAMPLING)
     without = outcome(client, engine, "/generate", {})

@@ -13,6 +13,9 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from tests.server.conftest import ScriptedEngine
+from tests.tiny import Checkpoints
+
 Json = dict[str, Any]
 
 TEXT = "Hello there, dear friend."
@@ -63,19 +66,19 @@ def test_a_stream_says_the_same(client: TestClient) -> None:
         assert [entry for part in choices for entry in part["logprobs"][name]] == entries
 
 
-def test_every_choice_has_its_own_prompt(client: TestClient, engine: Any) -> None:
+def test_every_choice_has_its_own_prompt(client: TestClient, engine: ScriptedEngine) -> None:
     answer = complete(client, prompt=["a", engine.tokenizer.encode("b c")], n=2, echo=True, max_tokens=2)
     assert [choice["text"] for choice in answer["choices"]] == ["aHello there"] * 2 + ["b cHello there"] * 2
     assert answer["choices"][0]["logprobs"] is None
 
 
-def test_without_echo_nothing_is_asked_of_the_prompt(client: TestClient, engine: Any) -> None:
+def test_without_echo_nothing_is_asked_of_the_prompt(client: TestClient, engine: ScriptedEngine) -> None:
     complete(client, logprobs=2)
     assert engine.calls[0].params.prompt_logprobs is None
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 0}).status_code == 400
 
 
-def test_a_null_limit_reaches_up_to_the_context(client: TestClient, engine: Any) -> None:
+def test_a_null_limit_reaches_up_to_the_context(client: TestClient, engine: ScriptedEngine) -> None:
     complete(client, max_tokens=None)
     complete(client)
     assert [call.params.max_tokens for call in engine.calls] == [512 - len(engine.calls[0].prompt_ids), 16]
@@ -89,7 +92,7 @@ def test_usage_so_far_in_every_chunk(client: TestClient) -> None:
         assert len({part[name] for part in parts}) == 1
 
 
-def test_min_tokens_reach_the_engine_and_are_checked(client: TestClient, engine: Any) -> None:
+def test_min_tokens_reach_the_engine_and_are_checked(client: TestClient, engine: ScriptedEngine) -> None:
     complete(client, min_tokens=5, max_tokens=9)
     assert engine.calls[0].params.min_tokens == 5
     refused = client.post("/v1/completions", json={"prompt": "x", "min_tokens": 5, "max_tokens": 4})
@@ -98,9 +101,9 @@ def test_min_tokens_reach_the_engine_and_are_checked(client: TestClient, engine:
 
 
 def test_a_real_engine_answers_as_transformers_cached_or_not(
-    start_server: Callable[..., Any], write_checkpoint: Any
+    start_server: Callable[..., Any], checkpoints: Checkpoints
 ) -> None:
-    checkpoint = write_checkpoint("qwen3")
+    checkpoint = checkpoints.write("qwen3")
     server = start_server("--model", str(checkpoint.path), "--dtype", "float32")
     body = {"prompt": "The capital of France is Paris.", "echo": True, "logprobs": 1, "temperature": 0}
     for count in (0, 1, 1):  # the second time the prompt is in the prefix cache
@@ -120,7 +123,7 @@ def test_a_real_engine_answers_as_transformers_cached_or_not(
 
 
 def test_an_abort_before_the_prompt_was_computed_leaves_its_tokens_without_probabilities(
-    make_app: Callable[..., FastAPI], engine: Any
+    make_app: Callable[..., FastAPI], engine: ScriptedEngine
 ) -> None:
     engine.pause_after = 0
 

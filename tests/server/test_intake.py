@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
 from mini_sglang.server.intake import RequestPacer
+from tests.server.conftest import ScriptedEngine
 
 
 def test_a_few_enter_in_each_turn_and_in_order() -> None:
@@ -46,7 +46,9 @@ def test_a_caller_that_leaves_the_queue_takes_no_place() -> None:
     asyncio.run(scenario())
 
 
-def test_the_event_loop_goes_on_while_many_requests_begin(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_the_event_loop_goes_on_while_many_requests_begin(
+    make_app: Callable[..., FastAPI], engine: ScriptedEngine
+) -> None:
     engine.pause_after = 0
     num_requests = 60
 

@@ -19,6 +19,7 @@ from mini_sglang.sampling_params import MAX_STOP_LENGTH, SamplingParams
 from mini_sglang.server.openai.bodies import ChatBody
 from mini_sglang.server.request_body import check_body, decode_object
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.server.conftest import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -41,7 +42,7 @@ def error_of(response: Any, status: int = 400) -> dict[str, Any]:
 
 
 @pytest.fixture
-def untouched(engine: Any, builtin_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def untouched(engine: ScriptedEngine, builtin_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the engine is there, tokenising fails the test."""
 
     def fail(*_: object, **__: object) -> None:
@@ -92,7 +93,7 @@ def test_what_is_just_small_enough_is_taken(client: TestClient, field: str, valu
 
 
 @pytest.mark.parametrize("value", [2**63, 2**64, 10**30])
-def test_a_top_k_beyond_the_vocabulary_is_all_of_it(client: TestClient, engine: Any, value: int) -> None:
+def test_a_top_k_beyond_the_vocabulary_is_all_of_it(client: TestClient, engine: ScriptedEngine, value: int) -> None:
     assert client.post(COMPLETIONS, json={"prompt": "Hi", "top_k": value}).status_code == 200
     assert engine.calls[0].params.top_k == engine.info.vocab_size
 
@@ -119,7 +120,7 @@ def test_numbers_out_of_range_are_errors_without_a_server_too() -> None:
 
 
 @pytest.mark.usefixtures("untouched")
-def test_a_text_that_is_certainly_too_long_is_not_tokenised(client: TestClient, engine: Any) -> None:
+def test_a_text_that_is_certainly_too_long_is_not_tokenised(client: TestClient, engine: ScriptedEngine) -> None:
     length = 1_000_000
     for route, body in [
         (GENERATE, {"prompt": "1" * length}),
@@ -174,7 +175,7 @@ def test_the_reason_of_a_refusal_is_searched_for_only_so_long() -> None:
             check_body(decode_object(data), ChatBody)
 
 
-def test_abort_ends_the_one_request_with_that_id(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_abort_ends_the_one_request_with_that_id(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     engine.pause_after = 2
 
     async def scenario() -> None:
@@ -203,7 +204,7 @@ def test_abort_ends_the_one_request_with_that_id(make_app: Callable[..., FastAPI
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_fault(
-    make_app: Callable[..., FastAPI], engine: Any, caplog: pytest.LogCaptureFixture
+    make_app: Callable[..., FastAPI], engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     messages = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}])
     sent = []
@@ -229,7 +230,7 @@ def test_a_client_that_leaves_while_it_sends_is_no_fault(
 
 
 def test_an_unforeseen_fault_is_left_to_the_http_server_to_log(
-    client: TestClient, engine: Any, caplog: pytest.LogCaptureFixture
+    client: TestClient, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.error = KeyError("detail")
     error_of(client.post(GENERATE, json=BASE[GENERATE]), 500)

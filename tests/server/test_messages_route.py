@@ -11,6 +11,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from tests.server.conftest import ScriptedEngine
+
 MESSAGES = "/v1/messages"
 TEXT = "Hello there, dear friend."
 HI = [{"role": "user", "content": "Hi"}]
@@ -37,7 +39,7 @@ def events(response: Any) -> list[Json]:
     return items
 
 
-def test_a_message_has_the_documented_shape(client: TestClient, engine: Any) -> None:
+def test_a_message_has_the_documented_shape(client: TestClient, engine: ScriptedEngine) -> None:
     answer = send(client).json()
     assert answer["type"] == "message"
     assert answer["role"] == "assistant"
@@ -77,7 +79,7 @@ def test_the_end_is_told_in_anthropics_words(
     assert events(send(client, **fields, stream=True))[-2]["delta"]["stop_reason"] == reason
 
 
-def test_the_prompt_is_that_of_the_same_chat(client: TestClient, engine: Any) -> None:
+def test_the_prompt_is_that_of_the_same_chat(client: TestClient, engine: ScriptedEngine) -> None:
     blocks = [{"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": " kind"}]
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": blocks}]
     send(client, system=blocks, messages=turns)
@@ -120,12 +122,12 @@ def test_errors_have_anthropics_shape_and_name_the_field(
 CALL = '<think>Hm.</think>Let me see.<tool_call>{"name": "get_time", "arguments": {"zone": "Lima"}}</tool_call>'
 
 
-def tool_client(make_app: Callable[..., FastAPI], engine: Any) -> TestClient:
+def tool_client(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> TestClient:
     engine.tokens = [*engine.tokenizer.encode(CALL), engine.eos]
     return TestClient(make_app(tool_call_parser="hermes", reasoning_parser="think"))
 
 
-def test_reasoning_and_calls_are_blocks_of_their_own(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_reasoning_and_calls_are_blocks_of_their_own(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     client = tool_client(make_app, engine)
     answer = send(client, tools=TOOLS).json()
     thinking, text, call = answer["content"]
@@ -145,7 +147,9 @@ def test_reasoning_and_calls_are_blocks_of_their_own(make_app: Callable[..., Fas
     assert items[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_calls_and_their_results_come_back_as_a_chat_has_them(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_calls_and_their_results_come_back_as_a_chat_has_them(
+    make_app: Callable[..., FastAPI], engine: ScriptedEngine
+) -> None:
     client = tool_client(make_app, engine)
     answer = send(client, tools=TOOLS).json()
     call_id = answer["content"][2]["id"]
@@ -167,7 +171,7 @@ def test_calls_and_their_results_come_back_as_a_chat_has_them(make_app: Callable
     assert engine.calls[-1].prompt_ids == engine.calls[-2].prompt_ids
 
 
-def test_a_result_that_is_an_error_says_so(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_a_result_that_is_an_error_says_so(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     client = tool_client(make_app, engine)
     for fields, text in (
         ({"is_error": True}, "Error: no such zone"),
@@ -187,7 +191,7 @@ def test_what_the_engine_calls_otherwise_is_named_as_the_client_does(client: Tes
     assert "stop_sequences must hold" in send(client, stop_sequences=[""]).json()["error"]["message"]
 
 
-def test_an_output_format_is_a_chats_response_format(client: TestClient, engine: Any) -> None:
+def test_an_output_format_is_a_chats_response_format(client: TestClient, engine: ScriptedEngine) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     assert send(client, output_config={"format": {"type": "json_schema", "schema": schema}}).status_code == 200
     assert engine.calls[0].params.response_format == {"type": "json_schema", "json_schema": {"schema": schema}}
@@ -198,7 +202,7 @@ def test_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
     assert send(client, **fields, cache_control={"type": "ephemeral"}).status_code == 200
 
 
-def test_a_failure_in_a_stream_is_an_error_event(client: TestClient, engine: Any) -> None:
+def test_a_failure_in_a_stream_is_an_error_event(client: TestClient, engine: ScriptedEngine) -> None:
     engine.fail_after = 2
     last = events(send(client, stream=True))[-1]
     assert last["type"] == "error"

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.server.conftest import ScriptedEngine
 
 TEXT = "Hello there, dear friend."
 
@@ -24,7 +25,7 @@ def metric(text: str, name: str, **labels: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
-def test_generate_answers_with_text_and_tokens(client: TestClient, engine: Any) -> None:
+def test_generate_answers_with_text_and_tokens(client: TestClient, engine: ScriptedEngine) -> None:
     answer = client.post("/generate", json={"prompt": "Hi", "request_id": "mine"}).json()
     assert answer["id"] == "mine"
     assert answer["text"] == TEXT
@@ -34,7 +35,7 @@ def test_generate_answers_with_text_and_tokens(client: TestClient, engine: Any) 
     assert "logprobs" not in answer
 
 
-def test_a_generate_stream_joins_to_the_plain_answer(client: TestClient, engine: Any) -> None:
+def test_a_generate_stream_joins_to_the_plain_answer(client: TestClient, engine: ScriptedEngine) -> None:
     body = {"prompt": "Hi", "max_tokens": 5, "logprobs": 2}
     plain = client.post("/generate", json=body).json()
     response = client.post("/generate", json={**body, "stream": True})
@@ -49,7 +50,7 @@ def test_a_generate_stream_joins_to_the_plain_answer(client: TestClient, engine:
     assert parts[-1]["usage"] == plain["usage"]
 
 
-def test_the_short_name_of_the_repetition_penalty(client: TestClient, engine: Any) -> None:
+def test_the_short_name_of_the_repetition_penalty(client: TestClient, engine: ScriptedEngine) -> None:
     client.post("/generate", json={"prompt": [1, 2], "rep_penalty": 1.3, "top_k": -1, "seed": 5})
     [call] = engine.calls
     assert (call.params.repetition_penalty, call.params.top_k, call.params.seed) == (1.3, -1, 5)
@@ -64,7 +65,7 @@ def test_tokens_there_and_back(client: TestClient, builtin_tokenizer: Tokenizer,
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["text"] == text
 
 
-def test_messages_are_tokenised_as_a_chat_is(client: TestClient, engine: Any) -> None:
+def test_messages_are_tokenised_as_a_chat_is(client: TestClient, engine: ScriptedEngine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     client.post("/v1/chat/completions", json={"messages": messages})
     assert client.post("/tokenize", json={"messages": messages}).json()["tokens"] == engine.calls[0].prompt_ids
@@ -99,7 +100,7 @@ def test_operators_routes(client: TestClient) -> None:
     assert "api_key" not in json.dumps(info)
 
 
-def test_metrics_count_what_happened(client: TestClient, engine: Any) -> None:
+def test_metrics_count_what_happened(client: TestClient, engine: ScriptedEngine) -> None:
     for limit in (3, 50):
         client.post("/v1/completions", json={"prompt": [1, 2, 3, 4], "max_tokens": limit})
     engine.fail_after = 2
@@ -124,7 +125,7 @@ def test_two_apps_share_nothing(make_app: Callable[..., FastAPI]) -> None:
     assert second.get("/v1/models").json()["data"][0]["id"] == "other"
 
 
-def test_abort_ends_all_choices_with_what_they_have(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_abort_ends_all_choices_with_what_they_have(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     engine.pause_after = 3
 
     async def scenario() -> None:

@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from mini_sglang.bench.step_history import History
+from tests.server.conftest import StartServer
+from tests.tiny import Checkpoints, RunningServer
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "mini_sglang.json"
 
@@ -36,15 +38,15 @@ def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Any, write_checkpoint: Any, step_log: Path) -> Any:
+def server(start_server: StartServer, checkpoints: Checkpoints, step_log: Path) -> Any:
     """A pool of 160 tokens, which a few requests fill."""
     pool = ("--page-size", "4", "--num-pages", "40", "--max-prefill-tokens", "32", "--dtype", "float32")
     where = ("--step-log", str(step_log), "--profile-dir", str(step_log.parent / "traces"), "--api-key", "secret-key")
-    return start_server("--model", str(write_checkpoint().path), *pool, *where)
+    return start_server("--model", str(checkpoints.write().path), *pool, *where)
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> Any:
+def client(server: RunningServer) -> Any:
     headers = {"authorization": "Bearer secret-key"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
         yield client

@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.server.conftest import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -73,7 +74,7 @@ def test_usage_is_one_extra_chunk_and_only_if_asked_for(client: TestClient, opti
         assert chunks[-1]["usage"] == chat(client, max_tokens=3).json()["usage"]
 
 
-def test_choices_of_several_prompts_are_numbered_by_prompt(client: TestClient, engine: Any) -> None:
+def test_choices_of_several_prompts_are_numbered_by_prompt(client: TestClient, engine: ScriptedEngine) -> None:
     answer = complete(client, prompt=["1, 2", "a, b", [5, 6, 7]], n=2, max_tokens=2).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     prompts = [call.prompt_ids for call in sorted(engine.calls, key=lambda call: int(call.request_id.split("-")[-1]))]
@@ -84,7 +85,7 @@ def test_choices_of_several_prompts_are_numbered_by_prompt(client: TestClient, e
     assert answer["usage"]["completion_tokens"] == 12
 
 
-def test_streamed_choices_can_be_told_apart(client: TestClient, engine: Any) -> None:
+def test_streamed_choices_can_be_told_apart(client: TestClient, engine: ScriptedEngine) -> None:
     chunks = events(complete(client, prompt=["x", [1, 2]], n=3, stream=True, stream_options={"include_usage": True}))
     assert [joined_text(chunks, index) for index in range(6)] == [TEXT] * 6
     ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
@@ -97,13 +98,13 @@ def test_every_form_of_a_prompt_is_taken(client: TestClient, prompt: Any) -> Non
     assert len(complete(client, prompt=prompt, max_tokens=1).json()["choices"]) == 1
 
 
-def test_each_choice_draws_with_its_own_seed(client: TestClient, engine: Any) -> None:
+def test_each_choice_draws_with_its_own_seed(client: TestClient, engine: ScriptedEngine) -> None:
     complete(client, prompt=["a", "b"], n=3, seed=2**63 - 2)
     seeds = {int(call.request_id.split("-")[-1]): call.params.seed for call in engine.calls}
     assert [seeds[i] for i in range(6)] == [2**63 - 2, 2**63 - 1, -(2**63)] * 2
 
 
-def test_fields_reach_the_sampling_parameters(client: TestClient, engine: Any) -> None:
+def test_fields_reach_the_sampling_parameters(client: TestClient, engine: ScriptedEngine) -> None:
     fields = {
         "temperature": 0.5,
         "top_k": 3,
@@ -127,7 +128,7 @@ def test_fields_reach_the_sampling_parameters(client: TestClient, engine: Any) -
     assert (call.priority, call.cache_salt) == (3, "s")
 
 
-def test_limits_left_out_have_the_documented_defaults(client: TestClient, engine: Any) -> None:
+def test_limits_left_out_have_the_documented_defaults(client: TestClient, engine: ScriptedEngine) -> None:
     chat(client)
     complete(client)
     client.post("/generate", json={"prompt": "Hi"})
@@ -138,7 +139,7 @@ def test_limits_left_out_have_the_documented_defaults(client: TestClient, engine
     assert {call.params.temperature for call in engine.calls} == {1.0}
 
 
-def test_a_huge_limit_is_cut_to_the_context(client: TestClient, engine: Any) -> None:
+def test_a_huge_limit_is_cut_to_the_context(client: TestClient, engine: ScriptedEngine) -> None:
     assert complete(client, prompt=[1] * 100, max_tokens=10**30).status_code == 200
     assert engine.calls[0].params.max_tokens == engine.info.context_length - 100
 
@@ -159,7 +160,7 @@ def test_text_held_back_for_a_stop_string_is_not_lost(client: TestClient, tail: 
 
 @pytest.mark.parametrize("limit", range(1, 13))
 def test_a_limit_in_the_middle_of_a_character_ends_the_stream_properly(
-    client: TestClient, engine: Any, limit: int
+    client: TestClient, engine: ScriptedEngine, limit: int
 ) -> None:
     engine.tokens = [*engine.tokenizer.encode("🦩🦚🦜"), engine.eos]
     plain = complete(client, max_tokens=limit, ignore_eos=True).json()
@@ -171,7 +172,7 @@ def test_a_limit_in_the_middle_of_a_character_ends_the_stream_properly(
     assert longer.startswith(plain["choices"][0]["text"].rstrip("\ufffd"))
 
 
-def test_chat_logprobs_have_one_entry_per_token(client: TestClient, engine: Any) -> None:
+def test_chat_logprobs_have_one_entry_per_token(client: TestClient, engine: ScriptedEngine) -> None:
     [choice] = chat(client, logprobs=True, top_logprobs=2).json()["choices"]
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries[:-1]).decode() == TEXT
@@ -184,7 +185,7 @@ def test_chat_logprobs_have_one_entry_per_token(client: TestClient, engine: Any)
     assert chat(client, logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_completion_logprobs_point_into_the_text(client: TestClient, engine: Any) -> None:
+def test_completion_logprobs_point_into_the_text(client: TestClient, engine: ScriptedEngine) -> None:
     engine.tokens = [*engine.tokenizer.encode("Nice 🦩 day"), engine.eos]
     [choice] = complete(client, logprobs=2, max_tokens=30).json()["choices"]
     logprobs = choice["logprobs"]
@@ -197,7 +198,7 @@ def test_completion_logprobs_point_into_the_text(client: TestClient, engine: Any
     assert offsets == logprobs["text_offset"]
 
 
-def test_text_parts_make_the_same_prompt_as_the_whole_string(client: TestClient, engine: Any) -> None:
+def test_text_parts_make_the_same_prompt_as_the_whole_string(client: TestClient, engine: ScriptedEngine) -> None:
     parts = [{"type": "text", "text": "Name the capital"}, {"type": "text", "text": " of Peru."}]
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]
     chat(client, messages=[{"role": "system", "content": system}, {"role": "user", "content": parts}])
@@ -206,7 +207,9 @@ def test_text_parts_make_the_same_prompt_as_the_whole_string(client: TestClient,
     assert engine.calls[0].prompt_ids == engine.calls[1].prompt_ids
 
 
-def test_the_prompt_of_a_chat_is_the_templates(client: TestClient, engine: Any, builtin_tokenizer: Tokenizer) -> None:
+def test_the_prompt_of_a_chat_is_the_templates(
+    client: TestClient, engine: ScriptedEngine, builtin_tokenizer: Tokenizer
+) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     chat(client, messages=[*messages, {"role": "user", "content": "c <|im_end|> d"}])
     chat(client, messages=messages, continue_final_message=True)

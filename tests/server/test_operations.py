@@ -23,6 +23,8 @@ from mini_sglang.config import ServerConfig
 from mini_sglang.server.openapi import EXAMPLES
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.server.run import with_all_keys
+from mini_sglang.weights.hub import ModelSource
+from tests.server.conftest import ScriptedEngine, StartServer
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "a secret question"}]}
@@ -86,7 +88,7 @@ def test_without_allowed_origins_no_page_may_call(client: TestClient) -> None:
     assert client.options(CHAT, headers={"origin": ORIGIN, "access-control-request-method": "POST"}).status_code == 405
 
 
-def test_every_answer_carries_a_request_id(client: TestClient, engine: Any) -> None:
+def test_every_answer_carries_a_request_id(client: TestClient, engine: ScriptedEngine) -> None:
     requests: list[tuple[str, str, Any]] = [
         ("GET", "/health", None),
         ("GET", "/nowhere", None),
@@ -106,7 +108,9 @@ def test_every_answer_carries_a_request_id(client: TestClient, engine: Any) -> N
     assert (failed.status_code, failed.headers["x-request-id"]) == (500, "trace-2")
 
 
-def test_the_log_has_a_line_per_request_without_contents(client: TestClient, log: list[str], engine: Any) -> None:
+def test_the_log_has_a_line_per_request_without_contents(
+    client: TestClient, log: list[str], engine: ScriptedEngine
+) -> None:
     client.post(CHAT, json=BODY, headers={"x-request-id": "trace-1", "authorization": "Bearer hidden"})
     client.get("/a%0Ab?token=hidden")
     client.get("/health")  # a probe
@@ -120,7 +124,9 @@ def test_the_log_has_a_line_per_request_without_contents(client: TestClient, log
     assert " 500 " in log[-1]
 
 
-def test_what_goes_wrong_is_logged_with_the_requests_id(client: TestClient, log: list[str], engine: Any) -> None:
+def test_what_goes_wrong_is_logged_with_the_requests_id(
+    client: TestClient, log: list[str], engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.error = KeyError("unforeseen")
     engine_generate = engine.generate
 
@@ -130,7 +136,7 @@ def test_what_goes_wrong_is_logged_with_the_requests_id(client: TestClient, log:
             yield output
             raise KeyError("later")
 
-    engine.generate = generate
+    monkeypatch.setattr(engine, "generate", generate)
     client.post(CHAT, json={**BODY, "stream": True}, headers={"x-request-id": "trace-9"})
     assert any("ERROR" in line and "[trace-9]" in line and "KeyError" in line for line in log)
 
@@ -156,7 +162,7 @@ def test_a_model_has_as_many_names_as_it_is_given(make_app: Callable[..., FastAP
     assert "'small', 'org/large'" in error["message"]
 
 
-def test_a_full_queue_is_a_429_until_there_is_room(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_a_full_queue_is_a_429_until_there_is_room(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     engine.pause_after = 1
     limit = engine.info.max_running_requests + 3
 
@@ -289,7 +295,9 @@ def test_a_certificate_that_will_not_do_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-def test_a_server_with_a_certificate_keys_and_names(start_server: Any, builtin_model: Any, tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_keys_and_names(
+    start_server: StartServer, builtin_model: ModelSource, tmp_path: Path
+) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
     subprocess.run([*command.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)

@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from mini_sglang.text.tokenizer import Tokenizer
+from tests.server.conftest import ScriptedEngine
 
 playwright = pytest.importorskip("playwright.sync_api", reason="drives a browser with Playwright")
 expect = playwright.expect
@@ -82,7 +83,7 @@ def figure(page: Any, name: str) -> str:
 
 
 def test_a_chat_streams_and_shows_its_figures(
-    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: Any
+    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: ScriptedEngine
 ) -> None:
     page = open_page(make_app())
     expect(page.get_by_role("heading", name="Talk to scripted")).to_be_visible()
@@ -106,7 +107,7 @@ def test_a_chat_streams_and_shows_its_figures(
 
 
 def test_settings_are_what_the_engine_is_asked_for(
-    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: Any
+    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: ScriptedEngine
 ) -> None:
     page = open_page(make_app(served_model_name=("one", "two")))
     page.get_by_label("Model").select_option("two")
@@ -159,7 +160,7 @@ def test_each_token_tells_its_probability_to_pointer_and_keys(
 
 @pytest.mark.parametrize("way", ["button", "key"])
 def test_an_answer_can_be_stopped_and_tried_again(
-    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: Any, way: str
+    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: ScriptedEngine, way: str
 ) -> None:
     engine.pause_after = 3
     page = open_page(make_app())
@@ -181,7 +182,7 @@ def test_an_answer_can_be_stopped_and_tried_again(
 
 
 def test_errors_are_shown_and_can_be_tried_again(
-    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: Any
+    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: ScriptedEngine
 ) -> None:
     page = open_page(make_app())
     engine.fail_after = 2
@@ -213,7 +214,10 @@ def test_a_key_is_asked_for(open_page: Callable[..., Any], make_app: Callable[..
 
 
 def test_characters_of_several_tokens_and_markup_are_text(
-    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: Any, builtin_tokenizer: Tokenizer
+    open_page: Callable[..., Any],
+    make_app: Callable[..., FastAPI],
+    engine: ScriptedEngine,
+    builtin_tokenizer: Tokenizer,
 ) -> None:
     text = '🦩 <img src=x onerror="alert(1)"> ✓'
     engine.tokens = [*builtin_tokenizer.encode(text), engine.eos]
@@ -229,7 +233,7 @@ def test_characters_of_several_tokens_and_markup_are_text(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_either_scheme(
-    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: Any, scheme: str
+    open_page: Callable[..., Any], make_app: Callable[..., FastAPI], engine: ScriptedEngine, scheme: str
 ) -> None:
     engine.tokens = [*engine.tokenizer.encode("A-very-long-word" * 12), engine.eos]
     page = open_page(make_app(), viewport=PHONE, color_scheme=scheme, has_touch=True)

@@ -18,12 +18,16 @@ from typing import Any
 import httpx
 import pytest
 
+from mini_sglang.weights.hub import ModelSource
+from tests.server.conftest import StartServer
+from tests.tiny import RunningServer
+
 MODEL_OPTIONS = ("--dtype", "float32", "--num-pages", "64")
 ENDLESS = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 200, "stream": True}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, builtin_model: Any) -> str:
+def model(tmp_path_factory: pytest.TempPathFactory, builtin_model: ModelSource) -> str:
     return str(builtin_model.path)
 
 
@@ -62,7 +66,7 @@ class Stream(threading.Thread):
             self.failed = True
 
 
-def test_sigterm_lets_a_stream_end_and_leaves_nothing(start_server: Any, model: str) -> None:
+def test_sigterm_lets_a_stream_end_and_leaves_nothing(start_server: StartServer, model: str) -> None:
     server = start_server("--model", model, *MODEL_OPTIONS)
     engine_pid = server.engine_pid
     stream = Stream(server.url, max_tokens=40)
@@ -75,7 +79,7 @@ def test_sigterm_lets_a_stream_end_and_leaves_nothing(start_server: Any, model: 
     assert gone(engine_pid)
 
 
-def test_a_second_signal_stops_at_once(start_server: Any, model: str) -> None:
+def test_a_second_signal_stops_at_once(start_server: StartServer, model: str) -> None:
     server = start_server("--model", model, *MODEL_OPTIONS)
     engine_pid = server.engine_pid
     streams = [Stream(server.url, max_tokens=900) for _ in range(4)]
@@ -88,7 +92,7 @@ def test_a_second_signal_stops_at_once(start_server: Any, model: str) -> None:
     until(lambda: gone(engine_pid))
 
 
-def exchange(server: Any, data: bytes) -> bytes:
+def exchange(server: RunningServer, data: bytes) -> bytes:
     """What the server answers to raw bytes until it closes the connection."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -96,7 +100,7 @@ def exchange(server: Any, data: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def test_requests_that_do_not_end_are_cut_after_the_timeout(start_server: Any, model: str) -> None:
+def test_requests_that_do_not_end_are_cut_after_the_timeout(start_server: StartServer, model: str) -> None:
     server = start_server("--model", model, *MODEL_OPTIONS, "--shutdown-timeout-s", "0.2")
     engine_pid = server.engine_pid
     half = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
@@ -118,7 +122,7 @@ def test_requests_that_do_not_end_are_cut_after_the_timeout(start_server: Any, m
     assert "Traceback" not in server.log.read_text()
 
 
-def test_headers_without_end_are_refused(start_server: Any, model: str) -> None:
+def test_headers_without_end_are_refused(start_server: StartServer, model: str) -> None:
     server = start_server("--model", model, *MODEL_OPTIONS)
     floods = (b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1000) for i in range(100)), b"x: " + b"y" * 100_000)
     for flood in floods:
@@ -132,7 +136,7 @@ def test_headers_without_end_are_refused(start_server: Any, model: str) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-def test_an_engine_stopped_and_then_killed(start_server: Any, model: str) -> None:
+def test_an_engine_stopped_and_then_killed(start_server: StartServer, model: str) -> None:
     server = start_server("--model", model, *MODEL_OPTIONS)
     engine_pid = server.engine_pid
     stream = Stream(server.url, max_tokens=900)
@@ -150,7 +154,7 @@ def test_an_engine_stopped_and_then_killed(start_server: Any, model: str) -> Non
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_killed_server_takes_its_engine_along(start_server: Any, model: str, busy: bool) -> None:
+def test_a_killed_server_takes_its_engine_along(start_server: StartServer, model: str, busy: bool) -> None:
     server = start_server("--model", model, *MODEL_OPTIONS)
     engine_pid = server.engine_pid
     if busy:
@@ -160,7 +164,7 @@ def test_a_killed_server_takes_its_engine_along(start_server: Any, model: str, b
     until(lambda: gone(engine_pid), limit=3)
 
 
-def test_a_lost_rank_ends_an_idle_server(start_server: Any, model: str) -> None:
+def test_a_lost_rank_ends_an_idle_server(start_server: StartServer, model: str) -> None:
     server = start_server("--model", model, *MODEL_OPTIONS, "--tp", "2", "--num-threads", "1")
     engine_pid = server.engine_pid
     answer = server.post("/generate", prompt="The capital of France is", max_tokens=4, temperature=0)

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.errors import FieldError
 from mini_sglang.server.responses.bodies import ResponsesBody
+from tests.server.conftest import ScriptedEngine
 
 ROUTE = "/v1/responses"
 TEXT = "Hello there, dear friend."
@@ -30,7 +31,7 @@ def create(client: TestClient, **fields: Any) -> Any:
     return client.post(ROUTE, json={"input": "Hi", **fields})
 
 
-def test_the_client_reads_an_answer(openai_client: openai.OpenAI, engine: Any) -> None:
+def test_the_client_reads_an_answer(openai_client: openai.OpenAI, engine: ScriptedEngine) -> None:
     response = openai_client.responses.create(model="scripted", input="Hi", instructions="Be kind.")
     assert response.output_text == TEXT
     assert response.status == "completed"
@@ -78,7 +79,7 @@ def test_the_asynchronous_client_streams_too(serve: Callable[..., str]) -> None:
     assert asyncio.run(run()) == TEXT
 
 
-def test_a_text_format_is_a_chats_response_format(client: TestClient, engine: Any) -> None:
+def test_a_text_format_is_a_chats_response_format(client: TestClient, engine: ScriptedEngine) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     assert create(client, text=text).json()["text"]["format"]["schema"] == schema
@@ -86,7 +87,7 @@ def test_a_text_format_is_a_chats_response_format(client: TestClient, engine: An
     assert engine.calls[0].params.response_format == {"type": "json_schema", "json_schema": named}
 
 
-def test_an_answer_can_be_sent_back_as_it_came(openai_client: openai.OpenAI, engine: Any) -> None:
+def test_an_answer_can_be_sent_back_as_it_came(openai_client: openai.OpenAI, engine: ScriptedEngine) -> None:
     first = openai_client.responses.create(model="scripted", input="Hi")
     user = {"role": "user", "content": [{"type": "input_text", "text": "And now?"}]}
     history: Any = [{"role": "user", "content": "Hi"}, *[item.model_dump() for item in first.output], user]
@@ -110,7 +111,7 @@ TOOLS: list[Any] = [{"type": "function", "name": "get_time", "parameters": {"typ
 CALL = '<think>Hm.</think>Let me see.<tool_call>{"name": "get_time", "arguments": {"zone": "Lima"}}</tool_call>'
 
 
-def test_reasoning_and_calls_are_items_of_their_own(serve: Callable[..., str], engine: Any) -> None:
+def test_reasoning_and_calls_are_items_of_their_own(serve: Callable[..., str], engine: ScriptedEngine) -> None:
     engine.tokens = [*engine.tokenizer.encode(CALL), engine.eos]
     url = serve(tool_call_parser="hermes", reasoning_parser="think")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -133,7 +134,7 @@ def test_reasoning_and_calls_are_items_of_their_own(serve: Callable[..., str], e
     assert client.responses.create(model="scripted", input=history, tools=TOOLS).status == "completed"
 
 
-def test_a_failure_in_a_stream_is_told(openai_client: openai.OpenAI, engine: Any) -> None:
+def test_a_failure_in_a_stream_is_told(openai_client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.fail_after = 2
     *_, error, last = openai_client.responses.create(model="scripted", input="Hi", stream=True)
     assert error.type == "error"
@@ -193,7 +194,7 @@ def test_a_conversation_that_is_too_long_is_the_clients_input(client: TestClient
         assert error["message"].startswith(problem)
 
 
-def test_a_refusal_while_it_runs_names_the_clients_field_too(client: TestClient, engine: Any) -> None:
+def test_a_refusal_while_it_runs_names_the_clients_field_too(client: TestClient, engine: ScriptedEngine) -> None:
     engine.error = FieldError("response_format", "cannot be followed: too deep")
     for stream in (False, True):
         error = create(client, text={"format": SCHEMA_FORMAT}, stream=stream).json()["error"]

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.server.conftest import StartServer
+from tests.tiny import Checkpoints
+
 pytest.importorskip("schemathesis")
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "20"))
@@ -20,9 +23,9 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 ANSWER_WITHIN_S = 60  # longer is a hang
 
 
-def test_no_request_harms_the_server(start_server: Any, write_checkpoint: Any, tmp_path: Path) -> None:
+def test_no_request_harms_the_server(start_server: StartServer, checkpoints: Checkpoints, tmp_path: Path) -> None:
     server = start_server(
-        "--model", str(write_checkpoint("qwen3").path), "--dtype", "float32", "--context-length", "64",
+        "--model", str(checkpoints.write("qwen3").path), "--dtype", "float32", "--context-length", "64",
         "--num-pages", "64", "--served-model-name", "tiny",
     )  # fmt: skip
 

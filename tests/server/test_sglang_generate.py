@@ -10,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from mini_sglang.errors import FieldError
+from tests.server.conftest import ScriptedEngine
 
 TEXT = "Hello there, dear friend."
 
@@ -40,7 +41,7 @@ def test_the_bodys_fields_tell_which_form_it_is(client: TestClient) -> None:
     assert both.json()["error"]["param"] == "prompt"
 
 
-def test_the_parameters_reach_the_engine_by_their_names_there(client: TestClient, engine: Any) -> None:
+def test_the_parameters_reach_the_engine_by_their_names_there(client: TestClient, engine: ScriptedEngine) -> None:
     given = {
         "max_new_tokens": 9,
         "min_new_tokens": 3,
@@ -58,7 +59,7 @@ def test_the_parameters_reach_the_engine_by_their_names_there(client: TestClient
     assert second.params.max_tokens == 128
 
 
-def test_grammars_reach_the_engine(client: TestClient, engine: Any) -> None:
+def test_grammars_reach_the_engine(client: TestClient, engine: ScriptedEngine) -> None:
     generate(client, text="Hi", sampling_params={"json_schema": '{"type": "object"}'})
     generate(client, text="Hi", sampling_params={"regex": "a+"})
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
@@ -78,12 +79,12 @@ def test_the_end_is_told_in_its_words(client: TestClient, params: Json, reason: 
     assert generate(client, text="Hi", sampling_params=params)["meta_info"]["finish_reason"] == reason
 
 
-def test_an_end_token_is_named(client: TestClient, engine: Any) -> None:
+def test_an_end_token_is_named(client: TestClient, engine: ScriptedEngine) -> None:
     answer = generate(client, text="Hi")
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": engine.eos}
 
 
-def test_batches_are_lists_in_order(client: TestClient, engine: Any) -> None:
+def test_batches_are_lists_in_order(client: TestClient, engine: ScriptedEngine) -> None:
     answers = generate(client, text=["a", "b"], sampling_params={"n": 2, "max_new_tokens": 2})
     assert len(answers) == 4
     prompts = {call.request_id: call.prompt_ids for call in engine.calls}
@@ -93,7 +94,7 @@ def test_batches_are_lists_in_order(client: TestClient, engine: Any) -> None:
     assert len(generate(client, input_ids=[[1, 2], [3]])) == 2
 
 
-def test_a_stream_repeats_the_text_and_not_the_tokens(client: TestClient, engine: Any) -> None:
+def test_a_stream_repeats_the_text_and_not_the_tokens(client: TestClient, engine: ScriptedEngine) -> None:
     parts = events(client, text="Hi", return_logprob=True)
     assert parts[-1]["text"] == TEXT
     assert all(later["text"].startswith(earlier["text"]) for earlier, later in itertools.pairwise(parts))
@@ -104,7 +105,7 @@ def test_a_stream_repeats_the_text_and_not_the_tokens(client: TestClient, engine
     assert {part["index"] for part in events(client, text=["a", "b"])} == {0, 1}
 
 
-def test_log_probabilities_of_answer_and_prompt(client: TestClient, engine: Any) -> None:
+def test_log_probabilities_of_answer_and_prompt(client: TestClient, engine: ScriptedEngine) -> None:
     prompt = engine.tokenizer.encode("One two three")
     asked = {"text": "One two three", "return_logprob": True, "sampling_params": {"max_new_tokens": 2}}
     info = generate(client, **asked)["meta_info"]
@@ -185,7 +186,9 @@ def test_every_field_of_a_message_has_its_name_there(client: TestClient, params:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_while_it_runs_is_told_in_sglangs_words_too(client: TestClient, engine: Any, stream: bool) -> None:
+def test_a_refusal_while_it_runs_is_told_in_sglangs_words_too(
+    client: TestClient, engine: ScriptedEngine, stream: bool
+) -> None:
     engine.error = FieldError("response_format", "cannot be followed: too deep")
     asked = {"text": "Hi", "sampling_params": {"json_schema": "{}"}, "stream": stream}
     error = client.post("/generate", json=asked).json()["error"]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from tests.server.conftest import ScriptedEngine
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ROUTES: dict[str, dict[str, Any]] = {
@@ -70,7 +72,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_token_is_sent_when_it_is_there(make_app: Callable[..., FastAPI], engine: Any, route: str) -> None:
+def test_every_token_is_sent_when_it_is_there(
+    make_app: Callable[..., FastAPI], engine: ScriptedEngine, route: str
+) -> None:
     engine.pause_after = 3
 
     async def scenario() -> None:
@@ -89,7 +93,7 @@ def test_every_token_is_sent_when_it_is_there(make_app: Callable[..., FastAPI], 
 @pytest.mark.parametrize("pause_after", [0, 2])
 @pytest.mark.parametrize(("route", "n"), [*((route, 1) for route in ROUTES), (CHAT, 3), (COMPLETIONS, 3)])
 def test_a_client_that_leaves_ends_its_requests(
-    make_app: Callable[..., FastAPI], engine: Any, route: str, pause_after: int, stream: bool, n: int
+    make_app: Callable[..., FastAPI], engine: ScriptedEngine, route: str, pause_after: int, stream: bool, n: int
 ) -> None:
     engine.pause_after = pause_after
 
@@ -108,7 +112,7 @@ def test_a_client_that_leaves_ends_its_requests(
     asyncio.run(scenario())
 
 
-def test_a_slow_reader_holds_its_own_stream_only(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_a_slow_reader_holds_its_own_stream_only(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     async def scenario() -> None:
         app = make_app()
         slow = Connection(app, "/generate", {"prompt": "Hi", "stream": True})
@@ -124,7 +128,7 @@ def test_a_slow_reader_holds_its_own_stream_only(make_app: Callable[..., FastAPI
     asyncio.run(scenario())
 
 
-def test_cancelling_the_server_side_ends_the_request(make_app: Callable[..., FastAPI], engine: Any) -> None:
+def test_cancelling_the_server_side_ends_the_request(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     engine.pause_after = 1
 
     async def scenario() -> None:

@@ -17,6 +17,9 @@ import openai
 import pydantic
 import pytest
 
+from tests.server.conftest import StartServer
+from tests.tiny import RunningServer
+
 QUESTION = "Give an invented address as JSON."
 ADDRESS = {
     "type": "object",
@@ -29,16 +32,16 @@ FREE = ("The capital of France is", "Once upon a time", "def add(a, b):")
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Any) -> Any:
+def server(start_server: StartServer) -> Any:
     return start_server("--dtype", "float32", "--run-ahead", "1")
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
+def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def chat(server: Any, **fields: Any) -> httpx.Response:
+def chat(server: RunningServer, **fields: Any) -> httpx.Response:
     response: httpx.Response = server.post(
         "/v1/chat/completions", messages=[{"role": "user", "content": QUESTION}], **fields
     )
@@ -50,13 +53,13 @@ def contents(response: httpx.Response) -> list[str]:
     return [choice["message"]["content"] for choice in response.json()["choices"]]
 
 
-def complete(server: Any, prompt: str, **fields: Any) -> str:
+def complete(server: RunningServer, prompt: str, **fields: Any) -> str:
     response = server.post("/v1/completions", prompt=prompt, temperature=0, **fields)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
 
 
-def test_fifty_answers_fit_their_schema_and_free_ones_are_as_without_them(server: Any) -> None:
+def test_fifty_answers_fit_their_schema_and_free_ones_are_as_without_them(server: RunningServer) -> None:
     alone = [complete(server, prompt, max_tokens=24) for prompt in FREE]
     with ThreadPoolExecutor(9) as pool:
         asked = [
@@ -92,7 +95,7 @@ def test_the_openai_client_parses_answers_into_its_types(client: openai.OpenAI) 
     assert isinstance(json.loads(answer_of_any_shape.choices[0].message.content or ""), dict)
 
 
-def test_a_stream_says_what_a_plain_answer_says(client: openai.OpenAI, server: Any) -> None:
+def test_a_stream_says_what_a_plain_answer_says(client: openai.OpenAI, server: RunningServer) -> None:
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "response_format": ADDRESS_FORMAT}
     (plain,) = contents(chat(server, **fields))
     model = client.models.list().data[0].id
@@ -115,7 +118,7 @@ def test_a_stream_says_what_a_plain_answer_says(client: openai.OpenAI, server: A
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}}, "true|false"),
     ],
 )
-def test_every_way_to_ask_for_a_form_is_followed(server: Any, fields: dict[str, Any], pattern: str) -> None:
+def test_every_way_to_ask_for_a_form_is_followed(server: RunningServer, fields: dict[str, Any], pattern: str) -> None:
     for text in (
         complete(server, "Tell me:", max_tokens=40, **fields),
         *contents(chat(server, max_tokens=40, **fields)),
@@ -123,7 +126,7 @@ def test_every_way_to_ask_for_a_form_is_followed(server: Any, fields: dict[str, 
         assert re.fullmatch(pattern, text), text
 
 
-def test_generate_takes_grammars_too(server: Any) -> None:
+def test_generate_takes_grammars_too(server: RunningServer) -> None:
     for fields in (
         {"regex": "[0-9]{4}"},
         {
@@ -175,7 +178,7 @@ def test_generate_takes_grammars_too(server: Any) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_followed_is_a_400_that_names_the_field(
-    server: Any, fields: dict[str, Any], param: str, stream: bool
+    server: RunningServer, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     response = chat(server, stream=stream, max_tokens=5, **fields)
     assert response.status_code == 400, response.text
@@ -186,7 +189,9 @@ def test_what_cannot_be_followed_is_a_400_that_names_the_field(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_regex_that_cannot_be_followed_to_its_end_ends_with_an_error_that_names_it(server: Any, stream: bool) -> None:
+def test_a_regex_that_cannot_be_followed_to_its_end_ends_with_an_error_that_names_it(
+    server: RunningServer, stream: bool
+) -> None:
     """A slow machine refuses it for the time it takes, a fast one comes as far as the first tokens."""
     response = chat(server, stream=stream, max_tokens=5, regex="(a{1000}){1000}")
     answer = response.json() if response.status_code == 400 else error_event(response.text)
@@ -202,7 +207,7 @@ def error_event(stream: str) -> dict[str, Any]:
     return last
 
 
-def test_a_hostile_schema_is_refused_while_streams_go_on(server: Any) -> None:
+def test_a_hostile_schema_is_refused_while_streams_go_on(server: RunningServer) -> None:
     hostile = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "multipleOf": 10_000_019}}}
     arrivals: list[float] = []
     lines: list[str] = []
@@ -229,6 +234,6 @@ def test_a_hostile_schema_is_refused_while_streams_go_on(server: Any) -> None:
     json.loads(text)
 
 
-def test_a_grammar_that_grows_too_large_in_the_middle_of_an_answer_is_a_400_too(server: Any) -> None:
+def test_a_grammar_that_grows_too_large_in_the_middle_of_an_answer_is_a_400_too(server: RunningServer) -> None:
     response = chat(server, regex="[0-9]{8}(a{1000}){1000}", max_tokens=50, temperature=0)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "regex")

@@ -22,6 +22,7 @@ from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.gguf_tokenizer import chat_templates, tokenizer_json
 from mini_sglang.weights.hub import ModelSource
+from tests.tiny import Checkpoints
 
 Write = Callable[..., Any]
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_reference.json").read_text(encoding="utf-8"))
@@ -105,8 +106,11 @@ class TestFolders:
         expected = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert tokenizer.apply_chat_template(messages) == expected
 
-    def test_a_gguf_and_a_folder_of_one_model_agree(self, write_checkpoint: Write, write_gguf: Write) -> None:
-        first, second = load_tokenizer(write_checkpoint("llama").source), load_tokenizer(write_gguf("llama").source)
+    def test_a_gguf_and_a_folder_of_one_model_agree(self, checkpoints: Checkpoints) -> None:
+        first, second = (
+            load_tokenizer(checkpoints.write("llama").source),
+            load_tokenizer(checkpoints.write_gguf("llama").source),
+        )
         text = "Once upon a time 0123, café 🙂 <|im_end|>"
         assert first.encode(text) == second.encode(text)
         assert first.eos_token_ids == second.eos_token_ids == {0, 2}
@@ -153,8 +157,8 @@ class TestFolders:
         with pytest.raises(FileNotFoundError, match=r"model 'tiny'.*no tokenizer\.json"):
             load_tokenizer(folder)
 
-    def test_a_damaged_tokenizer_in_a_gguf_is_named(self, write_gguf: Write) -> None:
-        path = write_gguf("llama").path
+    def test_a_damaged_tokenizer_in_a_gguf_is_named(self, checkpoints: Checkpoints) -> None:
+        path = checkpoints.write_gguf("llama").path
         path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.mergex"))
         with pytest.raises(ValueError, match=r"the tokenizer in .*\.gguf cannot be loaded: .*merges"):
             load_tokenizer(ModelSource("x", path, "gguf"))

@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 
 from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.safetensors import open_safetensors
+from tests.tiny import Checkpoints
 
 Write = Callable[..., Any]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_experts_weights_have_one_name(write_checkpoint: Write, family: str, fused: bool) -> None:
-    checkpoint = write_checkpoint(family, fused=fused, num_local_experts=4, num_experts_per_tok=2)
+def test_each_experts_weights_have_one_name(checkpoints: Checkpoints, family: str, fused: bool) -> None:
+    checkpoint = checkpoints.write(family, fused=fused, num_local_experts=4, num_experts_per_tok=2)
     stored = load_file(checkpoint.path / "model.safetensors")
     assert ("model.layers.1.mlp.experts.gate_up_proj" in stored) == fused
     tensors = name_experts(open_safetensors(checkpoint.path))
@@ -36,6 +37,6 @@ def test_each_experts_weights_have_one_name(write_checkpoint: Write, family: str
     assert len([name for name in tensors if ".experts." in name]) == 2 * 4 * 3, "nothing else is left"
 
 
-def test_other_tensors_keep_their_names(write_checkpoint: Write) -> None:
-    tensors = open_safetensors(write_checkpoint("llama").path)
+def test_other_tensors_keep_their_names(checkpoints: Checkpoints) -> None:
+    tensors = open_safetensors(checkpoints.write("llama").path)
     assert name_experts(tensors) == tensors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mini_sglang.weights.gguf import hf_name, open_gguf
 from mini_sglang.weights.gguf_config import config_from_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.tensor import WeightsError
+from tests.tiny import Checkpoints
 
 CONFIG = ModelConfig(
     architecture="qwen2",
@@ -90,8 +90,8 @@ def test_names(name: str, expected: str) -> None:
     assert hf_name(name) == expected
 
 
-def test_metadata_equals_what_the_gguf_package_reads(write_gguf: Callable[..., Any]) -> None:
-    path = write_gguf("llama").path
+def test_metadata_equals_what_the_gguf_package_reads(checkpoints: Checkpoints) -> None:
+    path = checkpoints.write_gguf("llama").path
     expected = {
         name: field.contents() for name, field in gguf.GGUFReader(path).fields.items() if not name.startswith("GGUF.")
     }
@@ -120,9 +120,9 @@ def test_arrays_of_arrays_are_refused(tmp_path: Path) -> None:
         GGUFFile(path)
 
 
-def test_an_olmo_3_is_not_taken_for_an_olmo_2(write_gguf: Callable[..., Any]) -> None:
+def test_an_olmo_3_is_not_taken_for_an_olmo_2(checkpoints: Checkpoints) -> None:
     """llama.cpp has one name for both."""
-    file = GGUFFile(write_gguf("olmo2").path)
+    file = GGUFFile(checkpoints.write_gguf("olmo2").path)
     file.metadata["olmo2.attention.sliding_window"] = 4096
     with pytest.raises(ValueError, match="sliding_window 4096 is not supported for architecture 'olmo2'"):
         config_from_gguf(file)
@@ -141,9 +141,9 @@ def test_an_olmo_3_is_not_taken_for_an_olmo_2(write_gguf: Callable[..., Any]) ->
     ],
 )
 def test_metadata_that_is_not_supported_is_named(
-    write_gguf: Callable[..., Any], entries: dict[str, Any], message: str
+    checkpoints: Checkpoints, entries: dict[str, Any], message: str
 ) -> None:
-    file = GGUFFile(write_gguf("llama").path)
+    file = GGUFFile(checkpoints.write_gguf("llama").path)
     file.metadata.update(entries)
     with pytest.raises(ValueError, match=re.escape(message)):
         config_from_gguf(file)

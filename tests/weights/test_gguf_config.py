@@ -14,6 +14,7 @@ from mini_sglang.weights.gguf_config import llama3_divisors, llama3_scaling
 from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.model_config import load_model_config
+from tests.tiny import Checkpoints
 
 Write = Callable[..., Any]
 
@@ -38,28 +39,26 @@ def test_builtin_model(builtin_model: ModelSource) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "olmo2", "qwen2", "smollm3"])
-def test_gguf_and_safetensors_of_one_model_agree(
-    write_checkpoint: Write, write_gguf: Write, family: str, tied: bool
-) -> None:
-    changes = {"tie_word_embeddings": tied, "num_hidden_layers": 5}
-    folder = load_model_config(write_checkpoint(family, **changes).source)
-    assert load_model_config(write_gguf(family, **changes).source) == folder
+def test_gguf_and_safetensors_of_one_model_agree(checkpoints: Checkpoints, family: str, tied: bool) -> None:
+    changes: dict[str, Any] = {"tie_word_embeddings": tied, "num_hidden_layers": 5}
+    folder = load_model_config(checkpoints.write(family, **changes).source)
+    assert load_model_config(checkpoints.write_gguf(family, **changes).source) == folder
     assert folder.eos_token_ids == {0, 2}
     assert folder.tie_word_embeddings == tied
 
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
-def test_rope_scaling_survives_the_gguf_format(write_checkpoint: Write, write_gguf: Write, rope: str) -> None:
+def test_rope_scaling_survives_the_gguf_format(checkpoints: Checkpoints, rope: str) -> None:
     # Wide heads, so that the Llama 3.1 scaling has frequencies on both sides and between its bounds.
-    folder = load_model_config(write_checkpoint("llama", rope=rope, head_dim=32).source)
-    from_gguf = load_model_config(write_gguf("llama", rope=rope, head_dim=32).source)
+    folder = load_model_config(checkpoints.write("llama", rope=rope, head_dim=32).source)
+    from_gguf = load_model_config(checkpoints.write_gguf("llama", rope=rope, head_dim=32).source)
     assert folder.rope_scaling is not None
     assert folder.rope_scaling.kind == rope
     assert from_gguf == folder
 
 
-def test_llama_biases_are_seen_in_a_gguf(write_gguf: Write) -> None:
-    config = load_model_config(write_gguf("llama", attention_bias=True, mlp_bias=True).source)
+def test_llama_biases_are_seen_in_a_gguf(checkpoints: Checkpoints) -> None:
+    config = load_model_config(checkpoints.write_gguf("llama", attention_bias=True, mlp_bias=True).source)
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, True, True)
 
 
@@ -108,13 +107,13 @@ def test_llama3_factors_of_the_released_models_are_recognised() -> None:
     ],
 )
 def test_gguf_and_safetensors_of_one_mixture_agree(
-    write_checkpoint: Write, write_gguf: Write, family: str, config: dict[str, Any]
+    checkpoints: Checkpoints, family: str, config: dict[str, Any]
 ) -> None:
-    folder = load_model_config(write_checkpoint(family, **config).source)
-    assert load_model_config(write_gguf(family, **config).source) == folder
+    folder = load_model_config(checkpoints.write(family, **config).source)
+    assert load_model_config(checkpoints.write_gguf(family, **config).source) == folder
 
 
-def test_llama_cpp_takes_mistral_for_llama(write_gguf: Write) -> None:
+def test_llama_cpp_takes_mistral_for_llama(checkpoints: Checkpoints) -> None:
     """So a GGUF file says nothing about a window."""
-    config = load_model_config(write_gguf("mistral", sliding_window=24).source)
+    config = load_model_config(checkpoints.write_gguf("mistral", sliding_window=24).source)
     assert (config.architecture, config.sliding_window) == ("llama", None)

@@ -10,14 +10,13 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mini_sglang.weights import hub
 from mini_sglang.weights.hub import BuiltinModel, ModelSource, fetch_builtin, pull, resolve_model
+from tests.tiny import Checkpoints
 
 CONTENT = b"GGUF" + bytes(range(256)) * 5000
 MODEL = BuiltinModel(
@@ -120,8 +119,8 @@ class TestBuiltinModel:
 
 
 class TestPaths:
-    def test_a_folder_of_safetensors(self, write_checkpoint: Callable[..., Any]) -> None:
-        path = write_checkpoint("llama").path
+    def test_a_folder_of_safetensors(self, checkpoints: Checkpoints) -> None:
+        path = checkpoints.write("llama").path
         assert resolve_model(str(path)) == ModelSource(str(path), path, "safetensors")
 
     def test_a_gguf_file_or_a_folder_with_one(self, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot
+from tests.tiny import Checkpoints
 
 Write = Callable[..., Any]
 
@@ -51,8 +52,8 @@ class Store:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_safetensors_load_value_by_value(write_checkpoint: Write, family: str, sharded: bool, tied: bool) -> None:
-    checkpoint = write_checkpoint(family, sharded=sharded, tie_word_embeddings=tied)
+def test_safetensors_load_value_by_value(checkpoints: Checkpoints, family: str, sharded: bool, tied: bool) -> None:
+    checkpoint = checkpoints.write(family, sharded=sharded, tie_word_embeddings=tied)
     assert (len(list(checkpoint.path.glob("*.safetensors"))) > 1) == sharded
     store = Store(checkpoint.model)
     store.load(checkpoint.source)
@@ -61,16 +62,16 @@ def test_safetensors_load_value_by_value(write_checkpoint: Write, family: str, s
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_gguf_loads_value_by_value(write_gguf: Write, family: str, kind: str) -> None:
-    checkpoint = write_gguf(family, kind=kind)
+def test_gguf_loads_value_by_value(checkpoints: Checkpoints, family: str, kind: str) -> None:
+    checkpoint = checkpoints.write_gguf(family, kind=kind)
     store = Store(checkpoint.model)
     store.load(checkpoint.source)
     store.assert_equals(checkpoint.model)
 
 
 @pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
-def test_gguf_of_llama_variants(write_gguf: Write, config: dict[str, bool]) -> None:
-    checkpoint = write_gguf("llama", head_dim=32, **config)
+def test_gguf_of_llama_variants(checkpoints: Checkpoints, config: dict[str, Any]) -> None:
+    checkpoint = checkpoints.write_gguf("llama", head_dim=32, **config)
     store = Store(checkpoint.model)
     store.load(checkpoint.source)
     store.assert_equals(checkpoint.model)
@@ -78,8 +79,8 @@ def test_gguf_of_llama_variants(write_gguf: Write, config: dict[str, bool]) -> N
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_blocks_spell_the_dense_values(write_gguf: Write, family: str, kind: str) -> None:
-    checkpoint = write_gguf(family, kind=kind)
+def test_blocks_spell_the_dense_values(checkpoints: Checkpoints, family: str, kind: str) -> None:
+    checkpoint = checkpoints.write_gguf(family, kind=kind)
     store = Store(checkpoint.model)
     store.load(checkpoint.source)
     assert {name for name, value in store.values.items() if value.ndim == 2} == set(store.blocks)
@@ -90,14 +91,14 @@ def test_blocks_spell_the_dense_values(write_gguf: Write, family: str, kind: str
         assert torch.equal(blocks.q * scale + minimum, store.values[name]), name
 
 
-def test_only_4_bit_files_have_packed_blocks(write_checkpoint: Write, write_gguf: Write) -> None:
-    assert has_packed_blocks(write_gguf("llama", kind="Q4_1").source)
-    assert not has_packed_blocks(write_gguf("llama", kind="Q8_0").source)
-    assert not has_packed_blocks(write_checkpoint("llama").source)
+def test_only_4_bit_files_have_packed_blocks(checkpoints: Checkpoints) -> None:
+    assert has_packed_blocks(checkpoints.write_gguf("llama", kind="Q4_1").source)
+    assert not has_packed_blocks(checkpoints.write_gguf("llama", kind="Q8_0").source)
+    assert not has_packed_blocks(checkpoints.write("llama").source)
 
 
-def test_one_error_lists_missing_unexpected_and_misshapen(write_checkpoint: Write) -> None:
-    checkpoint = write_checkpoint("llama")
+def test_one_error_lists_missing_unexpected_and_misshapen(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama")
     path = checkpoint.path / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -114,8 +115,8 @@ def test_one_error_lists_missing_unexpected_and_misshapen(write_checkpoint: Writ
     assert not store.values, "nothing is loaded from a checkpoint that does not fit"
 
 
-def test_rotary_buffers_and_the_copy_of_a_tied_head_are_ignored(write_checkpoint: Write) -> None:
-    checkpoint = write_checkpoint("llama", tie_word_embeddings=True)
+def test_rotary_buffers_and_the_copy_of_a_tied_head_are_ignored(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama", tie_word_embeddings=True)
     path = checkpoint.path / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
@@ -126,24 +127,24 @@ def test_rotary_buffers_and_the_copy_of_a_tied_head_are_ignored(write_checkpoint
     store.assert_equals(checkpoint.model)
 
 
-def test_a_head_slot_of_a_tied_model_gets_the_embedding(write_checkpoint: Write) -> None:
-    checkpoint = write_checkpoint("llama", tie_word_embeddings=True)
+def test_a_head_slot_of_a_tied_model_gets_the_embedding(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama", tie_word_embeddings=True)
     store = Store(checkpoint.model)
     store.slots["lm_head.weight"] = WeightSlot((320, 64), store._keeper("lm_head.weight"))
     store.load(checkpoint.source)
     assert torch.equal(store.values["lm_head.weight"], store.values["model.embed_tokens.weight"])
 
 
-def test_missing_shards_are_named(write_checkpoint: Write) -> None:
-    checkpoint = write_checkpoint("llama", sharded=True)
+def test_missing_shards_are_named(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama", sharded=True)
     shards = sorted(checkpoint.path.glob("*.safetensors"))
     shards[1].unlink()
     with pytest.raises(WeightsError, match=f"lacks 1 of {len(shards)} shards: {shards[1].name}"):
         Store(checkpoint.model).load(checkpoint.source)
 
 
-def test_cut_files_are_named(write_checkpoint: Write, write_gguf: Write) -> None:
-    folder, packed = write_checkpoint("llama"), write_gguf("llama")
+def test_cut_files_are_named(checkpoints: Checkpoints) -> None:
+    folder, packed = checkpoints.write("llama"), checkpoints.write_gguf("llama")
     config = load_model_config(folder.source)
     for checkpoint, path in ((folder, folder.path / "model.safetensors"), (packed, packed.path)):
         content = path.read_bytes()
@@ -153,8 +154,8 @@ def test_cut_files_are_named(write_checkpoint: Write, write_gguf: Write) -> None
                 Store(checkpoint.model).load(checkpoint.source, config)
 
 
-def test_an_index_that_points_elsewhere_is_refused(write_checkpoint: Write) -> None:
-    checkpoint = write_checkpoint("llama")
+def test_an_index_that_points_elsewhere_is_refused(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama")
     index = checkpoint.path / "model.safetensors.index.json"
     for content in ("[]", "{", '{"weight_map": 3}'):
         index.write_text(content)
@@ -165,16 +166,16 @@ def test_an_index_that_points_elsewhere_is_refused(write_checkpoint: Write) -> N
         Store(checkpoint.model).load(checkpoint.source)
 
 
-def test_integer_weights_are_refused(write_checkpoint: Write) -> None:
-    checkpoint = write_checkpoint("llama")
+def test_integer_weights_are_refused(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama")
     path = checkpoint.path / "model.safetensors"
     save_file({**load_file(path), "model.norm.weight": torch.zeros(64, dtype=torch.int8)}, path)
     with pytest.raises(WeightsError, match=r"model\.norm\.weight \(I8\)"):
         Store(checkpoint.model).load(checkpoint.source)
 
 
-def test_bfloat16_stays_bfloat16(write_checkpoint: Write, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint("llama")
+def test_bfloat16_stays_bfloat16(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint = checkpoints.write("llama")
     checkpoint.model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     source = ModelSource("half", tmp_path / "half", "safetensors")
     seen = []
@@ -221,15 +222,15 @@ class TestDummyWeights:
         load_dummy_weights(slots, seed=seed, device=torch.device("cpu"), show_progress=False)
         return store.values
 
-    def test_depend_on_seed_and_name_alone(self, write_checkpoint: Write) -> None:
-        model = write_checkpoint("llama").model
+    def test_depend_on_seed_and_name_alone(self, checkpoints: Checkpoints) -> None:
+        model = checkpoints.write("llama").model
         first, again, other = self.fill(model, 7), self.fill(model, 7, backwards=True), self.fill(model, 8)
         assert all(torch.equal(first[name], again[name]) for name in first)
         assert not any(torch.equal(first[name], other[name]) for name in first)
         assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
 
-    def test_norms_are_around_one_and_the_rest_around_zero(self, write_checkpoint: Write) -> None:
-        for name, value in self.fill(write_checkpoint("qwen3").model, 0).items():
+    def test_norms_are_around_one_and_the_rest_around_zero(self, checkpoints: Checkpoints) -> None:
+        for name, value in self.fill(checkpoints.write("qwen3").model, 0).items():
             center = 1.0 if name.endswith("norm.weight") else 0.0
             assert abs(float(value.mean()) - center) < 0.02, name
             assert 0.005 < float(value.std()) < 0.05, name

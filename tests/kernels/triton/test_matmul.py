@@ -17,7 +17,6 @@ from mini_sglang.kernels.triton.matmul import (
 
 SMALL = MatmulTile(64, 16, num_warps=4, num_stages=2)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
@@ -146,7 +145,6 @@ def test_a_gated_row_adds_in_one_order_in_every_batch_and_tile(device: torch.dev
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 4096), (1024, 3072), (6144, 1024), (1040, 4112)])
 @pytest.mark.usefixtures("dot_by_elements")
@@ -167,7 +165,6 @@ def test_a_row_has_the_same_bits_in_every_batch_and_tile(dtype: torch.dtype, col
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "depth"), [(3072, 1024), (12288, 4096), (520, 4112)])
 def test_a_gated_row_has_the_same_bits_on_a_gpu(dtype: torch.dtype, size: int, depth: int) -> None:
@@ -186,7 +183,6 @@ def test_a_gated_row_has_the_same_bits_on_a_gpu(dtype: torch.dtype, size: int, d
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_product_follows_its_input_in_a_cuda_graph() -> None:
     device = torch.device("cuda")
     x = random(24, 1024, dtype=torch.bfloat16, device=device)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from mini_sglang.kernels.triton.paged_decode import DecodeTuning, PagedDecode, decode_tuning, paged_decode_reference
+from tests.kernels.conftest import MakePagedKV, PagedKV
 
-MakePagedKV = Callable[..., Any]
 SMALL = DecodeTuning(max_splits=4, block_tokens=16, num_stages=2)
 WHOLE_ROWS = DecodeTuning(max_splits=1, block_tokens=16, num_stages=2)
 LENGTHS = [100, 1, 0, 65, 300, 16, 64]  # rows of one split and of two, one that needs longer splits, one skipped
 CHUNKS = [(0, 21), (50, 1), (16, 16), (3, 5), (40, 9)]  # (first position, tokens) of each row
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def int32(values: list[int], device: torch.device) -> torch.Tensor:
@@ -33,7 +30,7 @@ def random_queries(rows: int, heads: int, head_dim: int, dtype: torch.dtype, dev
 
 def decode(
     q: torch.Tensor,
-    kv: Any,
+    kv: PagedKV,
     lengths: list[int],
     page_size: int,
     *,
@@ -60,7 +57,7 @@ def decode(
 
 
 def decode_chunks(
-    q: torch.Tensor, kv: Any, chunks: list[tuple[int, int]], page_size: int, *, window: int | None = None
+    q: torch.Tensor, kv: PagedKV, chunks: list[tuple[int, int]], page_size: int, *, window: int | None = None
 ) -> torch.Tensor:
     """The rows' tokens follow each other in q."""
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
@@ -86,7 +83,7 @@ def decode_chunks(
 
 
 def expected_chunks(
-    q: torch.Tensor, kv: Any, chunks: list[tuple[int, int]], page_size: int, window: int | None = None
+    q: torch.Tensor, kv: PagedKV, chunks: list[tuple[int, int]], page_size: int, window: int | None = None
 ) -> torch.Tensor:
     """What `decode_chunks` should give, in float64: every token as a row of its own"""
     rows = [(row, start + i + 1) for row, (start, count) in enumerate(chunks) for i in range(count)]
@@ -97,7 +94,9 @@ def expected_chunks(
     return out
 
 
-def expected(q: torch.Tensor, kv: Any, lengths: list[int], page_size: int, window: int | None = None) -> torch.Tensor:
+def expected(
+    q: torch.Tensor, kv: PagedKV, lengths: list[int], page_size: int, window: int | None = None
+) -> torch.Tensor:
     """What `decode` should give, in float64"""
     out = torch.full(q.shape, float("nan"), dtype=torch.float64, device=q.device)
     q_starts = int32(list(range(len(lengths))), q.device)
@@ -258,10 +257,10 @@ def test_chunks_see_a_window(make_paged_kv: MakePagedKV, device: torch.device, w
         (3, 1, 32, torch.float32, 20),
         (8, 1, 128, torch.float16, 20),
         (16, 1, 32, torch.float32, None),
-        pytest.param(16, 8, 128, torch.bfloat16, None, marks=[pytest.mark.gpu, needs_gpu]),
-        pytest.param(32, 8, 128, torch.bfloat16, 40, marks=[pytest.mark.gpu, needs_gpu]),
-        pytest.param(8, 8, 96, torch.bfloat16, None, marks=[pytest.mark.gpu, needs_gpu]),
-        pytest.param(16, 2, 256, torch.bfloat16, None, marks=[pytest.mark.gpu, needs_gpu]),
+        pytest.param(16, 8, 128, torch.bfloat16, None, marks=pytest.mark.gpu),
+        pytest.param(32, 8, 128, torch.bfloat16, 40, marks=pytest.mark.gpu),
+        pytest.param(8, 8, 96, torch.bfloat16, None, marks=pytest.mark.gpu),
+        pytest.param(16, 2, 256, torch.bfloat16, None, marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.usefixtures("dot_by_elements")
@@ -337,7 +336,6 @@ def test_unsupported_sizes_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(
@@ -366,7 +364,6 @@ def test_large_batches_equal_float64(
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_captured_step_follows_the_lengths(make_paged_kv: MakePagedKV, device: torch.device) -> None:
     """One graph serves every step: lengths are read when it runs."""
     kv = make_paged_kv([3000] * 8, page_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16)

@@ -21,7 +21,6 @@ MakePagedKV = Callable[..., Any]
 SMALL = PrefillTuning(block_queries=16, block_tokens=16, num_warps=4, num_stages=2)
 ROWS = [(20, 5), (3, 0), (0, 33), (40, 2), (0, 1)]  # (start, count); a row of count 0 is none of this kernel's
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def check(
@@ -131,7 +130,6 @@ def test_long_tiles_start_first() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(

@@ -7,9 +7,6 @@ import torch
 
 from mini_sglang.kernels.triton.rope_store import rope_store, rope_store_reference
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-GPU = [pytest.mark.gpu, needs_gpu]
-
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
@@ -20,8 +17,8 @@ GPU = [pytest.mark.gpu, needs_gpu]
         (4, 2, 96, 3, torch.float32, 2e-6),
         (8, 1, 128, 1, torch.float16, 1e-3),
         (2, 1, 256, 2, torch.float32, 2e-6),
-        pytest.param(16, 8, 128, 300, torch.bfloat16, 5e-3, marks=GPU),
-        pytest.param(32, 8, 128, 1, torch.bfloat16, 5e-3, marks=GPU),
+        pytest.param(16, 8, 128, 300, torch.bfloat16, 5e-3, marks=pytest.mark.gpu),
+        pytest.param(32, 8, 128, 1, torch.bfloat16, 5e-3, marks=pytest.mark.gpu),
     ],
 )
 def test_equals_its_twin(
@@ -55,7 +52,7 @@ def test_equals_its_twin(
     assert torch.equal(values[untouched].double(), wanted_values[untouched])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=GPU)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_a_float8_pool_keeps_its_own_numbers_and_saturates_beyond_them(
     device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -73,7 +70,6 @@ def test_a_float8_pool_keeps_its_own_numbers_and_saturates_beyond_them(
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_float8_pool_is_rounded_to_like_the_twin(device: torch.device) -> None:
     """Only on a GPU: Triton's interpreter loses the carry into the exponent. Keys may round to a neighbour."""
     torch.manual_seed(0)

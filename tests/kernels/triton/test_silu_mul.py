@@ -7,8 +7,6 @@ import torch
 
 from mini_sglang.kernels.triton.silu_mul import silu_mul, silu_mul_reference
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "rows", "size"),
@@ -16,7 +14,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
         (torch.float32, 2e-6, 3, 100),
         (torch.float32, 2e-6, 1, 1536),
         (torch.float16, 1e-3, 2, 1024),
-        pytest.param(torch.bfloat16, 5e-3, 257, 12288, marks=[pytest.mark.gpu, needs_gpu]),
+        pytest.param(torch.bfloat16, 5e-3, 257, 12288, marks=pytest.mark.gpu),
     ],
 )
 def test_equals_float64(device: torch.device, dtype: torch.dtype, tolerance: float, rows: int, size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
@@ -196,7 +197,7 @@ FRAGMENTS = [
     st.sampled_from([None, 1]),
     st.randoms(use_true_random=False),
 )
-def test_cuts_make_no_difference(notation: str, text: str, eager: bool, max_calls: int | None, random: Any) -> None:
+def test_cuts_make_no_difference(notation: str, text: str, eager: bool, max_calls: int | None, random: Random) -> None:
     settings = {"eager": eager, "max_calls": max_calls}
     whole = parse(NOTATIONS[notation], text, **settings)
     assert parse(NOTATIONS[notation], *text, **settings) == whole
