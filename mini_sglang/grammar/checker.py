@@ -91,7 +91,7 @@ class GrammarChecker:
             self._end_child()
             self._thread.submit(self._need_child)
             raise TimeoutError from None
-        except BaseException:  # nobody knows where the conversation stands
+        except BaseException:  # the next answer could be to this grammar
             self._end_child()
             raise
 

@@ -8,22 +8,14 @@ shortest way, and in a grammar of something else than JSON there may be none tha
 from __future__ import annotations
 
 import re
-from typing import Protocol
+
+from llguidance import LLMatcher
 
 # In this order, in a string and elsewhere: what closes the most, a quote (elsewhere it opens a string, to be closed at
 # once), what leads on to something that is required, anything but white space.
 _IN_STRINGS = (rb'"[\]}]*', rb"\S.*")
 _ELSEWHERE = (rb"[\]}]+", rb'"', rb'"?[,:]"?', rb"\S.*")
 _LETTER = rb"[qQ]"  # begins nothing in JSON but text
-
-
-class Follower(Protocol):
-    """As a matcher of llguidance, at some point of an answer."""
-
-    def compute_bitmask(self) -> bytes: ...
-    def consume_token(self, sampled_token: int, /) -> bool: ...
-    def is_stopped(self) -> bool: ...
-    def is_error(self) -> bool: ...
 
 
 class EndingFinder:
@@ -36,13 +28,13 @@ class EndingFinder:
         self._in_strings = [_matching(pattern, tokens) for pattern in _IN_STRINGS]
         self._elsewhere = [_matching(pattern, tokens) for pattern in _ELSEWHERE]
 
-    def find(self, follower: Follower, most: int) -> list[int] | None:
-        """At most `most` tokens that bring the answer to its end, or None. Moves `follower`; give it a copy."""
+    def find(self, matcher: LLMatcher, most: int) -> list[int] | None:
+        """At most `most` tokens that bring the answer to its end, or None. Moves `matcher`; give it a copy."""
         token_ids: list[int] = []
-        while not follower.is_stopped():
+        while not matcher.is_stopped():
             if len(token_ids) == most:
                 return None
-            allowed = int.from_bytes(follower.compute_bitmask(), "little")
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
             preferences = self._in_strings if allowed & self._letter else self._elsewhere
             candidates = next(filter(None, (allowed & tokens for tokens in (self._end, *preferences))), allowed)
             if not candidates:
@@ -50,8 +42,8 @@ class EndingFinder:
             token_ids.append((candidates & -candidates).bit_length() - 1)
             if token_ids[-1] in self._ends:
                 return token_ids
-            follower.consume_token(token_ids[-1])
-        return None if follower.is_error() else token_ids
+            matcher.consume_token(token_ids[-1])
+        return None if matcher.is_error() else token_ids
 
 
 def _matching(pattern: bytes, tokens: list[bytes]) -> int:

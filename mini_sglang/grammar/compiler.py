@@ -101,7 +101,7 @@ class Matcher:
             self._growth = max(self._growth, len(ending) - self._ending_length)
         self._ending_length = len(ending)
         spare = room - len(ending) - self._growth
-        if spare <= 0 and not self._matcher.is_accepting():  # else it is all the same where it is cut off
+        if spare <= 0 and not self._matcher.is_accepting():  # a complete answer may be cut off
             self._ending = ending
         self._next_look = self._tokens_left - max(spare // 4, 1)
 

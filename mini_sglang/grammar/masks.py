@@ -90,7 +90,7 @@ class GrammarMasks:
         constraint.due = self._advancing.submit(_advance, constraint.matcher, token_id)
 
     def drop(self, request_id: str) -> None:
-        """Forget a request; one without a grammar is none of ours."""
+        """Forget a request, if it has a grammar."""
         constraint = self._constraints.pop(request_id, None)
         if constraint is not None and constraint.due is not None:
             constraint.due.cancel()
@@ -102,7 +102,7 @@ class GrammarMasks:
         return [self._take(name, each, each.due) for name, each in due if each.due is not None and each.due.done()]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is something to take, for nothing else can be done."""
+        """Wait up to `timeout_s` seconds until there is something to take. For an engine that can do nothing else."""
         due = [constraint.due for constraint in self._constraints.values() if constraint.due is not None]
         wait(due, timeout_s, FIRST_COMPLETED)
 

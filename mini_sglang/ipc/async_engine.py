@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", messages.Pong, messages.Stats, messages.CacheFlushed, messages.Trace)
 
 _DELIVERIES_PER_TURN = 16  # to send one to its client takes about a tenth of a millisecond
-CALL_TIMEOUT_S = 5.0  # an engine that does not answer a ping for so long counts as stuck
+CALL_TIMEOUT_S = 5.0  # an engine that takes longer to answer a ping counts as stuck
 TRACE_TIMEOUT_S = 120.0  # a long trace takes long to write
 
 
@@ -135,7 +135,7 @@ class AsyncEngine:
         Raises ValueError or OSError if a setting, the model or the folder for temporary files is wrong, RuntimeError
         with the engine's own message if it cannot start. The process also ends when the thread that called this ends.
         """
-        tokenizer = await asyncio.to_thread(_find_tokenizer, config)
+        tokenizer = await asyncio.to_thread(lambda: load_tokenizer(find_model(config)))  # which fetches it if need be
         directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.PAIR)
@@ -158,13 +158,7 @@ class AsyncEngine:
         return cls(process, context, socket, info, tokenizer)
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        cache_salt: str = "",
-        priority: int = 0,
+        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, cache_salt: str = "", priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields what is new whenever there is something, the last time with a finish reason.
 
@@ -352,11 +346,6 @@ class AsyncEngine:
         """Queue a message, in order. Never blocks: admission bounds how many there can be."""
         if self._error is None:
             self._socket.send(messages.encode(message))
-
-
-def _find_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Find the model, fetching it if need be, and load its tokenizer. Blocks."""
-    return load_tokenizer(find_model(config))
 
 
 async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:

@@ -110,7 +110,7 @@ class CacheFlushed(msgspec.Struct, tag=True):
 
 
 class Trace(msgspec.Struct, tag=True):
-    """Answers StartTrace and StopTrace. `path` of the file that was written by the latter, or why there is none."""
+    """Answers StartTrace and StopTrace: with the path of the file that StopTrace has written, or with what failed."""
 
     call_id: int
     path: str | None = None

@@ -30,7 +30,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class AnswerFormat(Protocol):
-    """Writes the answer to one job, of one or more choices, as its API has it. The events of a stream are bytes."""
+    """Writes the answer to one job, which has one or more choices, as its API defines it. Events are bytes."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> object:
         """The JSON value of a complete answer. `outputs`: the last of each choice."""
@@ -41,7 +41,7 @@ class AnswerFormat(Protocol):
         return ()
 
     def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
-        """The events of what `output` added to a choice. The work is done as the events are iterated."""
+        """The events that carry what `output` added to a choice. Iterating does the work."""
         ...
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterable[bytes]:
@@ -49,17 +49,17 @@ class AnswerFormat(Protocol):
         return (DONE,)
 
     def failure(self, error: ApiError) -> Iterable[bytes]:
-        """The events that end a stream which fails."""
+        """The events that end a stream after an error."""
         return (event(error.body()),)
 
 
 def event(value: Json) -> bytes:
-    """One event with a JSON object."""
+    """A server-sent event that carries a JSON object."""
     return b"data: " + _encode_json(value) + b"\n\n"
 
 
 def named_event(value: Json) -> bytes:
-    """One event with a JSON object, under the name that is its `type`."""
+    """A server-sent event that carries a JSON object and has the object's `type` as its name."""
     return b"event: " + str(value["type"]).encode() + b"\n" + event(value)
 
 

@@ -1,11 +1,11 @@
-"""create_app makes an ASGI application of an engine, a tokenizer and settings, which the caller hands in."""
+"""Makes the ASGI application of a server: routers, error handlers, middleware and the check of API keys."""
 
 from __future__ import annotations
 
 import hmac
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Request, Security
+from fastapi import FastAPI, Request, Security
 from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
@@ -25,11 +25,9 @@ from mini_sglang.server.responses import routes as responses_routes
 from mini_sglang.server.sglang import routes as sglang_routes
 from mini_sglang.text.tokenizer import Tokenizer
 
-description_router = APIRouter(include_in_schema=False)
-
 
 def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The server around `engine`, which the caller made and closes."""
+    """Make the server around `engine`, which the caller has started and will close."""
     # The framework's own routes for the API's description would be outside the API key, and load scripts from abroad.
     app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None)
     context = app.state.context = ServerContext(engine, tokenizer, config)
@@ -37,7 +35,7 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
     guards = [Security(_require_api_key)] if config.api_key else []
     for routes in (openai_routes, responses_routes, anthropic_routes, sglang_routes, native_routes):
         app.include_router(routes.router, dependencies=guards)
-    app.include_router(description_router, dependencies=guards)
+    app.add_api_route("/openapi.json", _openapi, dependencies=guards, include_in_schema=False)
     for router in (native_routes.open_router, pages.router):
         app.include_router(router)
     app.mount(pages.FILES_ROUTE, pages.files)
@@ -55,8 +53,7 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
     return app
 
 
-@description_router.get("/openapi.json")
-async def openapi(request: Request) -> JSONResponse:
+async def _openapi(request: Request) -> JSONResponse:
     """The API's description."""
     return JSONResponse(request.app.openapi())
 

@@ -34,22 +34,22 @@ class JobBody(Body):
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """The body's names of fields by the engine's, where they differ."""
+        """The body's name for each field that the engine calls otherwise."""
         return {}
 
     @property
     def num_choices(self) -> int:
-        """Answers per prompt."""
+        """Choices per prompt."""
         return 1
 
     @property
     def is_only_echo(self) -> bool:
-        """Whether only the prompt is asked for: one token is generated and left out."""
+        """Whether the client wants only the prompt. The answer leaves out the one token that the engine generates."""
         return False
 
     @abstractmethod
     def sampling_fields(self) -> Json:
-        """The fields of SamplingParams that the body asks for; None: not given. Raises FieldError."""
+        """The fields of SamplingParams that the body sets; None: not given. Raises FieldError."""
 
 
 class SamplingBody(JobBody):
@@ -82,7 +82,7 @@ SAMPLING_FIELDS = set(SamplingBody.model_fields) - set(JobBody.model_fields)
 
 
 def schema_format(schema: Json | str, field: str, expected: str) -> Json:
-    """A JSON schema, or its text, as `response_format`. Raises FieldError for other text: `field` must `expected`."""
+    """A JSON schema, or its text, as `response_format`. Raises FieldError (`field` must `expected`) for other text."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)

@@ -1,4 +1,4 @@
-"""A conversation as every chat API gives it in the end: messages, tools and the arguments of the chat template.
+"""The common form of a conversation in every chat API: messages, tools and the arguments of the chat template.
 
 The bodies of /v1/responses and /v1/messages turn themselves into these; /v1/chat/completions takes them as they are.
 """
@@ -25,7 +25,7 @@ class CalledFunction(Body):
     arguments: str | Json = ""  # JSON text, or the object itself
 
     def for_template(self) -> Json:
-        """As chat templates expect it: with the arguments as an object, unless they are none."""
+        """The function as chat templates expect it: with an object as arguments, if the text is one."""
         arguments: Any = self.arguments or {}
         if isinstance(arguments, str):
             with contextlib.suppress(msgspec.DecodeError, RecursionError):
@@ -199,7 +199,7 @@ class TemplateBody(Body):
 
     @property
     def template_arguments(self) -> dict[str, JsonValue]:
-        """The template's arguments besides messages and tools."""
+        """The arguments of the template other than messages and tools."""
         arguments: dict[str, JsonValue] = {}
         if self.reasoning_effort is not None:
             arguments["reasoning_effort"] = self.reasoning_effort

@@ -35,13 +35,7 @@ class ServingEngine(Protocol):
     def request_ids(self) -> list[str]: ...
 
     def generate(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        cache_salt: str = "",
-        priority: int = 0,
+        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, cache_salt: str = "", priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def abort(self, request_id: str) -> bool: ...

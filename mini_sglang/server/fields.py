@@ -29,7 +29,7 @@ MAX_TEMPLATE_BYTES = 1 << 16  # of `chat_template_kwargs`, as JSON
 
 
 def must_be_off(*allowed: JsonValue) -> BeforeValidator:
-    """Accept a field that is not supported only with a value that asks for nothing."""
+    """Accept an unsupported field only with a value that switches it off: null, or one of `allowed`."""
 
     def check(value: JsonValue) -> JsonValue:
         if any(type(value) is type(off) and value == off for off in (None, *allowed)):
@@ -40,7 +40,7 @@ def must_be_off(*allowed: JsonValue) -> BeforeValidator:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Refuse a longer list or object before anything looks at its entries."""
+    """Refuse a list or object with more entries, before anything looks at them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > limit:

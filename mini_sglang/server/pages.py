@@ -1,5 +1,5 @@
-"""The pages for people: the playground at / and the API's description at /docs. Files of this package, which load
-nothing from elsewhere and call the API as any client would; they hold no secret, so no key guards them.
+"""Serves the pages for people: the playground at / and the API's description at /docs. The pages load nothing from
+elsewhere and call the API as any client does; they hold no secret, so they need no key.
 """
 
 from __future__ import annotations

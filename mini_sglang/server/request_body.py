@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
 _INLINE_BYTES = 1 << 14  # bodies up to here are checked, or turned into something else, without a thread
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_LEAVES = 100_000  # values that are searched for the reason of a refusal
 SCHEMA_REF = "#/components/schemas/{model}"
 
@@ -39,7 +41,7 @@ def json_body(*models: type[BaseModel], required: bool = True) -> Json:
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:
-    """The request's body as `model`. Raises ApiError 400, 413, 415, or 503 if the server stops meanwhile."""
+    """Read the request's body as `model`. Raises ApiError 400, 413, 415, or 503 if the server stops meanwhile."""
     value = await read_object(request)
     return await work_on_body(request, lambda: check_body(value, model))
 
@@ -52,7 +54,7 @@ async def work_on_body(request: Request, work: Callable[[], Result], inline_byte
 
 
 async def read_object(request: Request) -> Json:
-    """The request's body as a JSON object, with its fields unchecked. Raises what `read_body` does."""
+    """Read the request's body as a JSON object with unchecked fields. Raises what `read_body` raises."""
     context = context_of(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -66,14 +68,19 @@ async def read_object(request: Request) -> Json:
 
 def decode_object(data: bytes) -> Json:
     """Decode a JSON body that must be an object. Raises ApiError 400."""
-    value = _decode(data)
+    try:
+        value = msgspec.json.decode(data)
+    except RecursionError:
+        raise ApiError(400, "the body is not acceptable JSON: nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        raise _explain(data, str(error)) from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {shorten(value)}", code="invalid_json")
     return value
 
 
 def check_body(value: Json, model: type[Body]) -> Body:
-    """A JSON object as `model`. Raises ApiError 400."""
+    """Turn a JSON object into `model`. Raises ApiError 400."""
     for name in value:
         if name not in model.model_fields:
             message = f"{_cut(name)} is not supported by this route"
@@ -96,7 +103,7 @@ def client_errors(field_names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
-    """The raw body, refused as soon as it is known to be too long."""
+    """Read the raw body. Raises ApiError 413 as soon as it is known to be too long."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
         raise ApiError(413, f"the body may hold at most {max_bytes} bytes, got {declared}", code="body_too_large")
@@ -113,30 +120,20 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def _decode(data: bytes) -> Any:
-    try:
-        return msgspec.json.decode(data)
-    except RecursionError:
-        raise ApiError(400, "the body is not acceptable JSON: nested too deeply", code="invalid_json") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise _explain(data, str(error)) from None
-
-
 def _explain(data: bytes, reason: str) -> ApiError:
-    """The reason why strict JSON refused a body. Python's lax parser reads most such bodies and so finds the field."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    for path, leaf in itertools.islice(_leaves(value), _MAX_LEAVES):
-        problem = None
+    """Say why strict JSON refused a body. Python's lax parser reads most such bodies, which tells the field."""
+    leaves: Iterator[tuple[str, Any]] = iter(())
+    with contextlib.suppress(ValueError, RecursionError):
+        leaves = _leaves(json.loads(data))
+    for path, leaf in itertools.islice(leaves, _MAX_LEAVES):
         if isinstance(leaf, float) and not math.isfinite(leaf):
             problem = f"must be a finite number, got {leaf}"
-        elif isinstance(leaf, str) and not _is_unicode(leaf):
+        elif isinstance(leaf, str) and _SURROGATE.search(leaf):
             problem = "holds half of a surrogate pair, which is not a Unicode character"
-        if problem:
-            name = path.partition(".")[0]
-            return ApiError(400, f"{_cut(path) or 'the body'} {problem}", param=_cut(name) or None, code="invalid_json")
+        else:
+            continue
+        name = path.partition(".")[0]
+        return ApiError(400, f"{_cut(path) or 'the body'} {problem}", param=_cut(name) or None, code="invalid_json")
     return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
@@ -151,14 +148,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}.{index}" if path else str(index))
     else:
         yield path, value
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _describe(error: ValidationError, value: Any = None, field_names: Mapping[str, str] | None = None) -> ApiError:
@@ -193,5 +182,5 @@ def _path(loc: Sequence[Any], value: Any) -> Iterator[int | str]:
 
 
 def _cut(name: str, length: int = 80) -> str:
-    """A client's own name of a field, cut to a readable length."""
+    """The name that a client gave a field, cut to a readable length."""
     return name if len(name) <= length else f"{name[:length]}…"

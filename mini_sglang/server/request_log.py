@@ -60,19 +60,24 @@ class RequestLog:
         status = 500  # what an exception becomes
         start = time.perf_counter()
 
+        async def receive_and_log() -> Message:
+            message = await receive()
+            if message.get("body"):
+                logger.info("received %r", message["body"])
+            return message
+
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
+            elif self._contents and message.get("body"):
+                logger.info("sent %r", message["body"])
             await send(message)
 
         try:
-            if self._contents:
-                await self._app(scope, _logged_receive(receive), _logged_send(send_with_id))
-            else:
-                await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_and_log if self._contents else receive, send_with_id)
         finally:
             if self._access:
                 self._log(scope, status, time.perf_counter() - start)
@@ -82,22 +87,3 @@ class RequestLog:
         path = quote(scope["path"])[:200]  # nothing that a client sends may break the line
         level = logging.DEBUG if path in _PROBES else logging.INFO
         logger.log(level, "%s:%d %s %s %d %.3f s", host, port, scope["method"], path, status, seconds)
-
-
-def _logged_receive(receive: Receive) -> Receive:
-    async def receive_and_log() -> Message:
-        message = await receive()
-        if message.get("body"):
-            logger.info("received %r", message["body"])
-        return message
-
-    return receive_and_log
-
-
-def _logged_send(send: Send) -> Send:
-    async def send_and_log(message: Message) -> None:
-        if message.get("body"):
-            logger.info("sent %r", message["body"])
-        await send(message)
-
-    return send_and_log

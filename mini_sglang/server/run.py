@@ -1,4 +1,4 @@
-"""serve: runs engine and HTTP server together until a signal or the engine's end, and leaves no process behind.
+"""Runs engine and HTTP server together until a signal or the engine's end, and leaves no process behind.
 
 SIGINT, SIGTERM ──▶ stop listening, let requests end for up to `shutdown_timeout_s`, close the engine: 0
                     (requests that still run then get an error)
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import gc
 import logging
@@ -18,7 +19,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ import uvicorn
 
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
-from mini_sglang.server.api_keys import with_all_keys
 from mini_sglang.server.app import create_app
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.intake import BoundedHttp
@@ -35,6 +35,7 @@ from mini_sglang.weights.hub import find_model
 
 logger = logging.getLogger(__name__)
 
+API_KEY_VARIABLE = "MINI_SGLANG_API_KEY"  # of the environment
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
@@ -42,10 +43,10 @@ _BACKLOG = 2048  # connections that wait to be accepted, the same as uvicorn's
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until told to stop; returns the exit status. Blocks; must run in the main thread, for the signals.
+    """Serve until a signal comes or the engine ends, and return the exit status. Only the main thread gets signals.
 
-    Raises OSError if the address is taken; ValueError or OSError if the certificate does not fit its key, an API key is
-    missing where one should be, or there is no model of that name.
+    Raises OSError if the address is taken. Raises ValueError or OSError if the certificate does not fit its key, the
+    file or the variable of API keys holds none, or no model has this name.
     """
     handler = logging.StreamHandler()
     handler.addFilter(RequestIdFilter())
@@ -101,7 +102,7 @@ async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: soc
 
 
 async def _any_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Wait until one is done, or for `timeout` seconds."""
+    """Wait until one of the futures is done, at most for `timeout` seconds."""
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -157,6 +158,26 @@ class HttpServer(uvicorn.Server):
         print(self._greeting, flush=True)
 
 
+def with_all_keys(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
+    """Add the keys in `api_key_file` and in the environment, which white space separates, to `api_key`.
+
+    Raises ValueError if the file or the variable holds no key: the server must not open without one. Raises OSError or
+    ValueError if the file cannot be read.
+    """
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        keys += _keys_in(f"api_key_file {config.api_key_file}", Path(config.api_key_file).read_text(encoding="utf-8"))
+    if API_KEY_VARIABLE in environment:
+        keys += _keys_in(f"the environment's {API_KEY_VARIABLE}", environment[API_KEY_VARIABLE])
+    return dataclasses.replace(config, api_key=tuple(keys))
+
+
+def _keys_in(place: str, text: str) -> list[str]:
+    if not (keys := text.split()):
+        raise ValueError(f"{place} must hold an API key, got none; leave it out to serve without keys")
+    return keys
+
+
 def _check_certificate(config: ServerConfig) -> None:
     """Check the certificate's files before a model is loaded. Raises ValueError or OSError."""
     if config.ssl_certfile is None:
@@ -173,7 +194,7 @@ def _check_certificate(config: ServerConfig) -> None:
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """A socket that holds the address but does not listen yet."""
+    """Make a socket that holds the address but does not listen yet."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -193,7 +214,7 @@ def _listen(listener: socket.socket, config: ServerConfig) -> None:
 
 
 def _refused(config: ServerConfig, error: OSError) -> OSError:
-    """The system's error about the address, with the option that sets another one."""
+    """The system's error about the address, and the option that chooses another."""
     taken = error.errno in (errno.EADDRINUSE, errno.EACCES)  # the latter for ports below 1024
     advice = "choose another --port (0: a free one)" if taken else "--host must be an address of this machine"
     return OSError(f"cannot listen at {_address(config, config.port)}: {error.strerror or error}; {advice}")

@@ -12,7 +12,6 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from mini_sglang.sampling_params import Json
 from mini_sglang.text.tokenizer import Tokenizer
@@ -90,16 +89,8 @@ def partial_match(text: str, pattern: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
-class _Decoder(Protocol):
-    """One of the two ways from tokens to text: `push` and `flush` of `IncrementalDetokenizer`, nothing skipped."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-
 class _ByteLevelDecoder:
-    """GPT-2 style: a token is bytes, the text is all bytes read as UTF-8, U+FFFD for what is none."""
+    """GPT-2 style: a token is bytes, the text is all bytes read as UTF-8, with U+FFFD for bytes that are not."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -175,7 +166,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PIECEWISE = ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 
 
-def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
+def _make_decoder(tokenizer: Tokenizer) -> _ByteLevelDecoder | _PieceDecoder:
+    """One of the two ways from tokens to text, without skipping any."""
     backend = tokenizer.backend
     if backend.decoder is None:
         return _PieceDecoder(backend.id_to_token, " ".join, byte_fallback=False)

@@ -109,7 +109,7 @@ class AnswerRules:
     in_reasoning: bool  # the prompt has opened the reasoning, which answers go on with
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
-        """The sampling parameters, with markers shown as text and calls held to a grammar where the request wants it.
+        """Let markers be shown as text, and hold calls to a grammar if the request wants that.
 
         Raises FieldError for a combination that is not supported.
         """
@@ -171,7 +171,7 @@ class AnswerRules:
         )
 
     def _schema(self, tool: Tool) -> Json | None:
-        """The schema of a tool's arguments; properties that it does not declare are refused unless it allows them."""
+        """The schema of a tool's arguments. It refuses undeclared properties, unless the tool allows them itself."""
         if not self._must_call and not tool.function.strict:
             return None
         schema = tool.function.parameters or {"type": "object", "properties": {}}
@@ -179,7 +179,7 @@ class AnswerRules:
 
 
 class AnswerParser:
-    """Reads one answer: first the reasoning, then text and calls. What has no parser is not looked for."""
+    """Reads one answer: first the reasoning, then text and calls. A part without a parser counts as text."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
         self._reasoning = reasoning

@@ -1,8 +1,8 @@
 """Finds tool calls in an answer's text while it streams, in the notations that models were trained to write.
 
 Works on text alone: however the text is cut up, the deltas join to the same answer. A notation is a declaration
-(`CallNotation`); one parser reads them all. Text that looks like a call but is none (broken JSON, arguments that are
-not an object, a function that was not offered) stays text. Knows no model and no schema.
+(`CallNotation`); one parser reads them all. What only looks like a call (broken JSON, arguments that are not an object,
+a function that was not offered) stays text. Knows no model and no schema.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class ToolCallParser:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    # Where the parser stands is one of these steps. Each reads on in `_held` and returns whether there is a next step
-    # to take; if not, more text is needed, of which there is none when `final`.
+    # The parser is always in one of these steps. A step reads on in `_held` and returns whether another step can follow
+    # at once; if not, the parser needs more text, or is done when `final`.
 
     def _in_text(self, final: bool) -> bool:
         """Text, up to the opening of a call."""
@@ -216,7 +216,7 @@ class ToolCallParser:
         return True
 
     def _is_no_call(self, end: int) -> bool:
-        """Up to `end`, the text that looked like the beginning of a call is none."""
+        """Up to `end`, the text only looked like the beginning of a call."""
         self._give_text(end)
         self._step = self._in_text
         return True

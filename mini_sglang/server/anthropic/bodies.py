@@ -1,7 +1,7 @@
 """The bodies of Anthropic's API: /v1/messages and /v1/messages/count_tokens, with this server's sampling fields.
 
-What they ask for is turned into the same messages, tools and `SamplingParams` as a chat's. A field of Anthropic's that
-is not supported is refused by name, unless its value asks for nothing.
+The bodies turn themselves into the messages, tools and `SamplingParams` of a chat. They refuse a field of Anthropic's
+that this server does not support, unless its value switches it off.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call. Chats have no field for an error, so the text says it."""
+    """The result of a call. A chat has no field for an error, so the text says that the call failed."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -73,7 +73,7 @@ BlockList = Annotated[
 
 
 class Turn(Body):
-    """One message; consecutive ones of one role become one turn."""
+    """One message. Consecutive messages of one role become one turn."""
 
     role: Literal["user", "assistant"]
     content: BlockList
@@ -164,7 +164,7 @@ class PromptBody(Body):
         return system + chat.join_runs(messages, ("user", "assistant"))
 
     def template(self) -> chat.TemplateBody:
-        """How the messages become a prompt: a last message of the assistant is the beginning of the answer.
+        """How the messages become a prompt. If the assistant has the last message, the answer continues it.
 
         Raises ValidationError if tools and choice do not fit.
         """

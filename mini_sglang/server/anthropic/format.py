@@ -1,4 +1,4 @@
-"""Anthropic's answers, made from engine outputs: a whole message, the events of a stream, and the shape of errors.
+"""Writes engine outputs as Anthropic's answers: a whole message, the events of a stream, and the shape of errors.
 
 Knows no engine and no HTTP.
 """
@@ -136,6 +136,6 @@ def usage_json(usage: Usage) -> Json:
 
 
 def error_json(error: ApiError) -> Json:
-    """An error in Anthropic's shape, with this server's `param` and `code` besides."""
+    """An error in Anthropic's shape, to which this server adds `param` and `code`."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {**error.body()["error"], "type": kind}}

@@ -1,4 +1,4 @@
-"""The answers of the server's own /generate, made from engine outputs: text, tokens and log-probabilities side by side.
+"""Writes engine outputs as answers of the server's own /generate: text, tokens and log-probabilities side by side.
 
 Knows no engine and no HTTP.
 """

@@ -40,9 +40,9 @@ open_router = APIRouter(tags=["monitoring"])  # without an API key, for load bal
 
 @router.post("/generate", openapi_extra=json_body(GenerateBody, SglangBody))
 async def generate(request: Request) -> Response:
-    """Continue a prompt. Streamed, `text` and `token_ids` of each event are what is new.
+    """Continue a prompt. In a stream, each event has the `text` and `token_ids` that are new.
 
-    A body with `text`, `input_ids` or `sampling_params` is SGLang's, and answered as SGLang does.
+    A body with `text`, `input_ids` or `sampling_params` is SGLang's and gets SGLang's answer.
     """
     context = context_of(request)
     fields = await read_object(request)
@@ -102,7 +102,7 @@ async def _ask_engine(reply: Awaitable[Reply]) -> Reply:
 @router.post("/flush_cache")
 @router.post("/reset_prefix_cache", include_in_schema=False)  # vLLM's name
 async def flush_cache(request: Request) -> Json:
-    """Empty the prefix cache, but for what running requests use."""
+    """Empty the prefix cache, except for pages that running requests use."""
     return {"flushed_pages": await _ask_engine(context_of(request).engine.flush_cache())}
 
 

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's /v1/chat/completions and /v1/completions, with this server's sampling fields besides."""
+"""The bodies of OpenAI's /v1/chat/completions and /v1/completions, to which this server adds its sampling fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StructuredOutputs(Body):
     choice: fields.GrammarChoices | None = None
 
     def sampling_fields(self) -> Json:
-        """The fields of SamplingParams that say the same. Raises FieldError."""
+        """The same as fields of SamplingParams. Raises FieldError."""
         fields: Json = {"regex": self.regex, "ebnf": self.grammar, "choice": self.choice}
         if self.json_object:
             fields["response_format"] = {"type": "json_object"}
@@ -38,7 +38,7 @@ class StructuredOutputs(Body):
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """The body's names of the fields that `sampling_fields` gives."""
+        """The body's names for the fields that `sampling_fields` sets."""
         names = {}
         if self.grammar is not None:
             names["ebnf"] = "structured_outputs.grammar"
@@ -112,7 +112,7 @@ class OpenAIBody(SamplingBody):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream carries the usage so far of its choice."""
+        """Whether every chunk of a stream carries its choice's usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 

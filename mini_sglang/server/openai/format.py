@@ -1,4 +1,4 @@
-"""OpenAI's answers, made from engine outputs: of chats and of plain completions. Knows no engine and no HTTP."""
+"""Writes engine outputs as OpenAI's answers to chats and plain completions. Knows no engine and no HTTP."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Envelope:
         self._created = int(time.time())
 
     def whole(self, kind: str, choices: list[Json], outputs: Sequence[RequestOutput], reasoning_tokens: int) -> Json:
-        """A whole answer; `kind` is OpenAI's name of it."""
+        """A whole answer; `kind` is OpenAI's name for it."""
         return self._wrap(kind, choices, self._total_usage(outputs, reasoning_tokens))
 
     def chunk(self, kind: str, choice: Json, usage: Usage | None) -> bytes:
-        """The event of a chunk with one choice, and perhaps with the choice's usage so far."""
+        """The event of a chunk with one choice and, unless None, the choice's usage so far."""
         return event(self._wrap(kind, [choice], usage))
 
     def closing(self, kind: str, outputs: Sequence[RequestOutput], reasoning_tokens: int) -> Iterator[bytes]:
@@ -58,7 +58,7 @@ class Envelope:
         return answer if usage is None else {**answer, "usage": usage_json(usage)}
 
     def _total_usage(self, outputs: Sequence[RequestOutput], reasoning_tokens: int) -> Usage:
-        """Tokens of all choices; a prompt counts once however many choices continue it."""
+        """The tokens of all choices. A prompt counts once, even if several choices continue it."""
         firsts = outputs[:: self._job.n]
         return Usage(
             prompt_tokens=sum(output.usage.prompt_tokens for output in firsts),
@@ -212,7 +212,7 @@ class CompletionFormat(AnswerFormat):
     def _add_prompt(
         self, logprobs: Json, offset: _TextOffset, text: str, token_ids: list[int], known: list[TokenLogprobs] | None
     ) -> None:
-        """Add the prompt's tokens. The first one has no probability; without `known` none has."""
+        """Add the prompt's tokens, with the log-probabilities in `known`: of all tokens but the first."""
         entries = [None] * len(token_ids) if known is None else [None, *known]
         for token_id, entry in zip(token_ids, entries, strict=True):
             # special tokens that the tokenizer has added (a begin token) are not in the text
@@ -264,7 +264,7 @@ def logprob_entries(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> list
 
 
 def token_text(data: bytes) -> str:
-    """A token as plain completions write it: its text or, for part of a character, its bytes (as OpenAI does)."""
+    """A token as plain completions write it: its text or, if that is part of a character, its bytes (as at OpenAI)."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""OpenAI's routes: read the body, make tokens of the prompt, answer the job in OpenAI's format."""
+"""OpenAI's routes: each reads its body, makes a job of it and answers the job in OpenAI's format."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The body of OpenAI's /v1/responses, with this server's sampling fields besides.
+"""The body of OpenAI's /v1/responses, to which this server adds its sampling fields.
 
-The server keeps nothing between requests: a field that would need an earlier answer, or keep this one, is refused.
+The server keeps nothing between requests, so the body refuses a field that needs an earlier answer or keeps this one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -34,7 +34,7 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
 
 def _plain_parts(content: Any) -> Any:
-    """The parts of a message, which have other types here, as those of a chat's message."""
+    """Turn a message's parts, whose types have other names here, into the parts of a chat's message."""
     if not isinstance(content, list) or len(content) > fields.MAX_MESSAGES:
         return content
     return [
@@ -46,7 +46,7 @@ def _plain_parts(content: Any) -> Any:
 
 
 def _typed_items(value: Any) -> Any:
-    """Items with their type, which messages may leave out; a string is a message of the user."""
+    """Give every item its type, which messages may leave out. A string is a message of the user."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > fields.MAX_MESSAGES:
@@ -59,7 +59,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputMessage(Body):
-    """A message of the conversation; one of an earlier answer may have all the fields that it had there."""
+    """A message of the conversation. A message of an earlier answer may keep all fields that it had there."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -124,6 +124,9 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: RepeatedObject | None = None
     strict: bool | None = None
+
+    def for_chat(self) -> chat.Tool:
+        return chat.Tool(type="function", function=chat.Function(**self.model_dump(exclude={"type"})))
 
 
 class NamedFunction(Body):
@@ -216,7 +219,7 @@ class ResponsesBody(chat.ConversationBody):
         }
 
     def chat_messages(self) -> list[chat.Message]:
-        """The conversation as a chat has it: the instructions first, all items of one answer as one message."""
+        """The conversation of a chat: the instructions come first, and all items of one answer are one message."""
         instructions = [] if self.instructions is None else [chat.Message(role="system", content=self.instructions)]
         return instructions + chat.join_runs(map(_chat_message_of, self.input), ("assistant",))
 
@@ -224,7 +227,7 @@ class ResponsesBody(chat.ConversationBody):
         choice = self.tool_choice
         return chat.TemplateBody(
             chat_template_kwargs=self.chat_template_kwargs,
-            tools=_chat_tools(self.tools),
+            tools=None if not self.tools else [tool.for_chat() for tool in self.tools],
             tool_choice=choice.for_chat() if isinstance(choice, NamedFunction) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
@@ -254,9 +257,3 @@ def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCall
             return chat.Message(role="assistant", tool_calls=[call])
         case InputCallOutput():
             return chat.Message(role="tool", content=item.output, tool_call_id=item.call_id)
-
-
-def _chat_tools(tools: Sequence[FunctionTool] | None) -> list[chat.Tool] | None:
-    if not tools:
-        return None
-    return [chat.Tool(type="function", function=chat.Function(**tool.model_dump(exclude={"type"}))) for tool in tools]

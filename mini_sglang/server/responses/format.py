@@ -1,4 +1,4 @@
-"""The answers of /v1/responses, made from engine outputs: a whole response, and the events of a stream.
+"""Writes engine outputs as answers of /v1/responses: as a whole response or as the events of a stream.
 
 An answer is a list of items: reasoning, a message, calls. Knows no engine and no HTTP.
 """
@@ -79,7 +79,7 @@ class ResponseFormat(AnswerFormat):
     def _changes(
         self, output: RequestOutput, entries: list[TokenLogprobs] | None
     ) -> Iterator[tuple[Change, Block, str, list[Json]]]:
-        """Yield what `output` changes. Its log-probabilities go with the first text that it adds."""
+        """Yield what `output` changes. The first text that it adds gets its log-probabilities."""
         logprobs = logprob_entries(self._tokenizer, entries or [])
         for change, block, text in self._answer.push(self._parser.push(output)):
             new: list[Json] = []
@@ -161,7 +161,7 @@ class ResponseFormat(AnswerFormat):
         }
 
     def _response(self, status: str) -> Json:
-        """The response without an answer, with the settings that were asked for."""
+        """The response without an answer. It repeats the settings of the body."""
         asked = self._body.model_dump(include=_REPEATED, mode="json", by_alias=True)
         return {
             "id": self._id,

@@ -1,4 +1,4 @@
-"""Answers of /generate as SGLang writes them, made from engine outputs. Knows no engine and no HTTP.
+"""Writes engine outputs as SGLang's answers to /generate. Knows no engine and no HTTP.
 
 In a stream `text` is all of the text so far, as SGLang's clients expect; token ids and log-probabilities are those that
 are new, since repeating them would cost the square of the answer's length.

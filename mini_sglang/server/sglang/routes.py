@@ -46,7 +46,7 @@ async def generate(request: Request, body: SglangBody) -> Response:
 
 
 def _parse_prompts(body: SglangBody) -> list[str | list[int]]:
-    """Raises FieldError."""
+    """The prompts, all of the kind that the field holds. Raises FieldError."""
     prompts = parse_prompts(body.prompt)
     kind, expected = (str, "strings") if body.text is not None else (list, "token ids")
     if not all(isinstance(prompt, kind) for prompt in prompts):

@@ -29,7 +29,7 @@ def parse(*parts: str, inside: bool = False) -> tuple[str, str]:
         ("<think>\n\n</think>\n\nFour.", False, "", "Four."),
         ("Four.", False, "", "Four."),
         (" \n Four. <think>", False, "", " \n Four. <think>"),
-        ("A thought is written <think>…</think>.", False, "", "A thought is written <think>…</think>."),
+        ("Reasoning is written <think>…</think>.", False, "", "Reasoning is written <think>…</think>."),
         ("<think>Two and", False, "Two and", ""),
         ("Two and </thi", True, "Two and </thi", ""),
         ("<think>a</think>b</think>c", False, "a", "b</think>c"),
