@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from mini_sglang.errors import FieldError
+from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import Json
 from mini_sglang.server import fields
 
@@ -88,4 +88,6 @@ def schema_format(schema: Json | str, field: str, expected: str) -> Json:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
             raise FieldError(field, f"must {expected}: {error}") from None
+        if not isinstance(schema, dict):
+            raise FieldError(field, f"must {expected}: it has to be an object, got {shorten(schema)}")
     return {"type": "json_schema", "json_schema": {"schema": schema}}

@@ -159,6 +159,7 @@ def test_what_cannot_be_is_refused_by_name(client: TestClient, fields: Json, nam
         ({"min_new_tokens": 500}, "min_new_tokens"),
         ({"no_stop_trim": True, "stop": [""]}, "stop"),
         ({"json_schema": "{}", "regex": "a"}, "json_schema"),
+        ({"json_schema": "[1]"}, "json_schema"),
     ],
 )
 def test_what_the_engine_calls_otherwise_is_named_as_sglang_does(client: TestClient, params: Json, named: str) -> None:

@@ -39,7 +39,8 @@ class StructuredOutputs(Body):
     @property
     def field_names(self) -> Mapping[str, str]:
         """The body's names for the fields that `sampling_fields` sets."""
-        names = {}
+        given = {"regex": self.regex, "choice": self.choice}
+        names = {name: f"structured_outputs.{name}" for name, value in given.items() if value is not None}
         if self.grammar is not None:
             names["ebnf"] = "structured_outputs.grammar"
         if self.json_schema is not None or self.json_object:
