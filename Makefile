@@ -9,8 +9,8 @@ PORT   ?= 8000
 DTYPE  ?= auto
 ARGS   ?=
 
-# Tests run on all cores, a process of one thread on each; on a machine with a GPU one after another, or they would fight
-# for its memory.
+# Tests run on up to eight cores, a process of one thread on each; on a machine with a GPU one after another, or they
+# would fight for its memory.
 WORKERS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),0,auto)
 
 # On a machine without an NVIDIA GPU this torch comes first, or pip would bring the newest with gigabytes of CUDA.
