@@ -5,7 +5,7 @@
     python -m benchmarks.cpu --llama-server PATH --vllm PATH       # with these peers
 
 Each script runs in a process of its own. Its figures go to benchmarks/results with the machine, the versions and the
-day; tables.py makes the tables from there. A benchmark whose peer is not there is left out, and said so.
+day; tables.py makes the tables from there. A benchmark whose packages are missing is left out, and said so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Benchmark:
 
     name: str
     words: tuple[str, ...]
-    packages: tuple[str, ...] = ()  # what is measured too, and need not be installed
+    packages: tuple[str, ...] = ()  # what the script imports that may not be installed
 
     @property
     def missing(self) -> list[str]:

@@ -19,10 +19,9 @@ import mini_sglang
 from mini_sglang.bench.cli import add_bench
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.learn.cli import add_learn
-from mini_sglang.options import USER_ERROR, Parser, add_command, add_fields, engine_config, from_options
+from mini_sglang.options import FAILED, USER_ERROR, Parser, add_command, add_fields, engine_config, from_options
 from mini_sglang.sampling_params import SamplingParams
 
-FAILED = 1
 INTERRUPTED = 130
 
 
@@ -106,7 +105,7 @@ def verify(options: argparse.Namespace) -> int:
     config = engine_config(options)
     from mini_sglang.verify import verify_model
 
-    return 0 if verify_model(config, max_tokens=options.max_tokens) else 1
+    return 0 if verify_model(config, max_tokens=options.max_tokens) else FAILED
 
 
 def pull(options: argparse.Namespace) -> int:

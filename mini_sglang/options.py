@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from mini_sglang.config import EngineConfig
 
+FAILED = 1
 USER_ERROR = 2
 
 

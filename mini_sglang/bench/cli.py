@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from mini_sglang.bench.kernel_time import GROUPS
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.config import EngineConfig
-from mini_sglang.options import Commands, add_command, add_fields, add_group, engine_config, from_options
+from mini_sglang.options import FAILED, Commands, add_command, add_fields, add_group, engine_config, from_options
 
 if TYPE_CHECKING:
     from mini_sglang.bench.commands import Output
 
-FAILED = 1
 PROFILE_STEPS = 20
 RANDOM_WEIGHTS = {"load_format": "dummy"}  # unless told otherwise
 

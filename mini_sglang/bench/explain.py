@@ -144,8 +144,7 @@ def _request_table(history: History) -> Table:
 
 
 def _slowest_table(history: History) -> Table:
-    made = table("Slowest steps", "step", "at, s", "ms")
-    made.columns[0].justify = "right"
+    made = table("Slowest steps", "step", "at, s", "ms", names=False)
     made.add_column("in it")
     made.add_column("longest phase")
     for timed in sorted(history.steps, key=lambda timed: -timed.duration_us)[:_NUM_SLOWEST]:

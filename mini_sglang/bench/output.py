@@ -16,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 
 
-def table(title: str, first: str, *columns: str) -> Table:
-    """An empty table: the first column is for names, the others are for figures."""
-    made = Table(first, title=title, title_justify="left")
+def table(title: str, first: str, *columns: str, names: bool = True) -> Table:
+    """An empty table of figures; its first column is for names, or with `names` false for figures too."""
+    made = Table(title=title, title_justify="left")
+    made.add_column(first, justify="left" if names else "right")
     for column in columns:
         made.add_column(column, justify="right")
     return made

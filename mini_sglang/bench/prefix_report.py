@@ -14,8 +14,7 @@ from mini_sglang.bench.prefix import HostCost, PrefixReport
 
 def hits_table(report: PrefixReport) -> Table:
     columns = ("pool / distinct", "blocks", "found", "Belady finds", "of Belady", "of no limit")
-    made = table("Prompt blocks found in the prefix cache", *columns)
-    made.columns[0].justify = "right"
+    made = table("Prompt blocks found in the prefix cache", *columns, names=False)
     for hits in report.hits:
         made.add_row(
             f"{hits.pool_blocks / report.distinct:.3g}",

@@ -125,7 +125,7 @@ class History:
             life.started_us, life.cached_tokens = timed.step.at_us, chunk.start
         kind: SpanKind = "again" if life.preempted_us else "prompt"
         if chunk.count == 1 and chunk.samples and chunk.start >= life.prompt_tokens:
-            kind = "decode"  # under a grammar, or of a request that does not decode in every step
+            kind = "decode"  # of a request resumed after a preemption with all but its last token cached
         self._take_row(timed, chunk.request_id, chunk.count, kind, samples=chunk.samples)
 
     def _take_row(self, timed: TimedStep, name: str, count: int, kind: SpanKind, *, samples: bool) -> None:

@@ -115,7 +115,7 @@ class _Line(msgspec.Struct):
 
 
 def _read_json_lines(path: Path, blocks: _Blocks, units: int) -> Iterator[TraceRow]:
-    """The request of each line that is not blank; a second is `units` of a timestamp's."""
+    """The request of each line that is not blank; a second is `units` units of the timestamps."""
     decode = msgspec.json.Decoder(_Line).decode
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
@@ -125,8 +125,8 @@ def _read_json_lines(path: Path, blocks: _Blocks, units: int) -> Iterator[TraceR
                 line = decode(text)
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path}:{number} is no request of a trace: {error}") from error
-            lengths, seconds = (line.input_length, line.output_length), line.timestamp / units
-            row = blocks.row(f"{path}:{number}", seconds, *lengths, line.hash_ids)
+            where, seconds = f"{path}:{number}", line.timestamp / units
+            row = blocks.row(where, seconds, line.input_length, line.output_length, line.hash_ids)
             parent = None if line.parent_chat_id < 0 else line.parent_chat_id
             yield replace(row, chat_id=line.chat_id, parent_chat_id=parent)
 

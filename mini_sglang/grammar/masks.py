@@ -97,9 +97,9 @@ class GrammarMasks:
 
     def take_ready(self) -> list[NextMask]:
         """What has become known since the last call. Waits a moment for requests in the middle of an answer."""
-        due = [(name, constraint) for name, constraint in self._constraints.items() if constraint.due is not None]
-        wait([each.due for _, each in due if each.is_compiled and each.due is not None], PATIENCE_S)
-        return [self._take(name, each, each.due) for name, each in due if each.due is not None and each.due.done()]
+        due = [(name, each, each.due) for name, each in self._constraints.items() if each.due is not None]
+        wait([future for _, each, future in due if each.is_compiled], PATIENCE_S)
+        return [self._take(name, each, future) for name, each, future in due if future.done()]
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds until there is something to take. For an engine that can do nothing else."""

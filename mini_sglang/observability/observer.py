@@ -90,16 +90,16 @@ class EngineObserver:
 
     def _describe(self, step: Step, scheduler: Scheduler) -> None:
         launched, stats = scheduler.latest_step, scheduler.stats()
-        new, decode_ids = {row.slot for row in launched.batch.new_requests}, []
+        step.admitted = launched.admitted
+        admitted, decode_ids = set(step.admitted), []
         for row, request in zip(launched.batch.rows, launched.requests, strict=True):
-            is_answer = row.start >= len(request.prompt_ids) and row.slot not in new
-            if row.count == 1 and row.samples and is_answer:
+            is_decode = row.count == 1 and row.samples and row.start >= len(request.prompt_ids)
+            if is_decode and request.request_id not in admitted:
                 decode_ids.append(request.request_id)
             else:
                 step.chunks.append(Chunk(request.request_id, row.start, row.count, row.samples))
         step.decodes, step.tokens = len(decode_ids), launched.batch.num_tokens
         step.decode_ids = tuple(decode_ids)
-        step.admitted = launched.admitted
         step.preempted = launched.preempted
         step.running, step.waiting = stats.num_running, stats.num_waiting
         step.free_pages, step.cached_pages = stats.num_free_pages, stats.num_cached_pages

@@ -45,7 +45,7 @@ class Job:
     @property
     def n(self) -> int:
         """Choices per prompt."""
-        return len(self.params) // len(self.prompts)
+        return self.body.num_choices
 
     def prompt_of(self, choice: int) -> list[int]:
         return self.prompts[choice // self.n]
@@ -268,6 +268,7 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
         cache_salt=job.body.cache_salt or "",
         priority=job.body.priority,
     )
+    is_only_echo = job.body.is_only_echo
     try:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -275,7 +276,7 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
                     if output.field_error is not None:
                         raise invalid(output.field_error, job.body.field_names, code=None)
                     raise ApiError(500, output.error or "the engine could not go on with this request")
-                yield _without_answer(output) if job.body.is_only_echo else output
+                yield _without_answer(output) if is_only_echo else output
     except FieldError as error:
         raise invalid(error, job.body.field_names) from error
 

@@ -20,7 +20,7 @@ from mini_sglang.server.openai.format import logprob_entries
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.text.tokenizer import Tokenizer
 
-_STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
+_STATUS: dict[FinishReason | None, str] = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
 _ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _TEXT_EVENTS = {  # of what a block's text adds up to
     "reasoning": "response.reasoning_text",
@@ -139,7 +139,7 @@ class ResponseFormat(AnswerFormat):
     # -- the response around them -------------------------------------------------------------------------------------
 
     def _complete(self, output: RequestOutput) -> Json:
-        status = "completed" if output.finish_reason is None else _STATUS.get(output.finish_reason, "completed")
+        status = _STATUS.get(output.finish_reason, "completed")
         items = [self._item(block, "completed") for block in self._answer.blocks]
         if items and status != "completed":
             items[-1]["status"] = "incomplete"

@@ -55,6 +55,7 @@ class SglangSampling(Body):
     custom_params: fields.Off = None
 
 
+_DEFAULT_SAMPLING = SglangSampling()
 _FIELD_NAMES = {  # SGLang's by the engine's, where they differ
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -113,7 +114,7 @@ class SglangBody(JobBody):
 
     @property
     def sampling(self) -> SglangSampling:
-        return self.sampling_params or SglangSampling()
+        return self.sampling_params or _DEFAULT_SAMPLING
 
     @property
     def num_choices(self) -> int:
