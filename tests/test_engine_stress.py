@@ -50,7 +50,7 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(checkpoints: Checkpoints) -> Any:
+def checkpoint(checkpoints: Checkpoints) -> TinyCheckpoint:
     return checkpoints.write("llama")
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 import mini_sglang
-from tests.tiny import run_server
+from tests.tiny import run_server, until
 
 MOST_FILES = 38
 FOLLOW = """
@@ -77,8 +76,5 @@ def test_a_warm_completion_enters_few_files(tmp_path: Path, monkeypatch: pytest.
 
 def written(path: Path) -> set[str]:
     """The files that a process has noted."""
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(path.exists, limit_s=60)
     return set(path.read_text().splitlines())

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +151,14 @@ def run_server(log: Path, *options: str) -> Iterator[RunningServer]:
     finally:
         process.kill()
         process.wait()
+
+
+def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    """Wait for `condition`. Raises AssertionError if it does not come true within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.02)
 
 
 def _url_in(log: Path) -> str | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mini_sglang.cli import main
-from tests.tiny import Checkpoints
+from tests.tiny import Checkpoints, run_server
 
 Start = Callable[..., str]
 SMALL = ("--num-requests", "12", "--input-length", "10:30", "--output-length", "4", "--warmup", "2")
@@ -22,18 +21,9 @@ SMALL = ("--num-requests", "12", "--input-length", "10:30", "--output-length", "
 def own_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of this project's server with a tiny model."""
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ("--dtype", "float32", "--num-threads", "1", "--num-pages", "64", "--port", "0")
-    command = (sys.executable, "-m", "mini_sglang.server", "--model", str(checkpoints.write().path), *options)
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        while not (greetings := [line for line in log.read_text().splitlines() if line.startswith("Serving ")]):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        yield greetings[0].rpartition(" ")[2]
-    finally:
-        process.kill()
-        process.wait()
+    options = ("--model", str(checkpoints.write().path), "--dtype", "float32", "--num-pages", "64")
+    with run_server(log, *options) as server:
+        yield server.url
 
 
 def test_a_sweep_prints_tables_and_writes_figures_and_curves(

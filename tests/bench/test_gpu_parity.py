@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ PROMPTS = [[5, 6, 7], list(range(10, 40))]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(checkpoints: Checkpoints) -> Any:
+def checkpoint(checkpoints: Checkpoints) -> TinyCheckpoint:
     return checkpoints.write("llama")
 
 

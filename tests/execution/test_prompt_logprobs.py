@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -18,11 +16,9 @@ PROMPT = [7, 11, 23, 5, 99, 42, 17, 3, 250, 8, 64, 128, 31, 90, 12, 77, 200, 1, 
 ASKING = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
 PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
-RunEngine = Callable[..., AbstractContextManager[Engine]]
-
 
 @pytest.fixture(scope="module")
-def checkpoint(checkpoints: Checkpoints) -> Any:
+def checkpoint(checkpoints: Checkpoints) -> TinyCheckpoint:
     return checkpoints.write("llama")
 
 

@@ -19,7 +19,7 @@ from mini_sglang.config import EngineConfig
 from mini_sglang.execution import node
 from mini_sglang.parallel.tensor_parallel import RankError
 from mini_sglang.sampling_params import SamplingParams
-from tests.tiny import Checkpoints, TinyCheckpoint, generate_ids, greedy_ids, make_ragged_prompts
+from tests.tiny import Checkpoints, TinyCheckpoint, generate_ids, greedy_ids, make_ragged_prompts, until
 
 LIMIT_S = 15.0
 OUT_OF_MEMORY = """
@@ -72,13 +72,6 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid and fields[0] != "Z":
             found.append((int(fields[19]), int(stat.parent.name)))
     return [child for _, child in sorted(found)]
-
-
-def until(condition: Callable[[], bool], limit: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "not within the limit"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -169,7 +162,10 @@ def test_a_killed_parent_leaves_nothing(checkpoints: Checkpoints) -> None:
     os.kill(worker, signal.SIGSTOP)  # even one that cannot notice
     parent.kill()
     parent.communicate()
-    until(lambda: not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text())
+    until(
+        lambda: not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text(),
+        LIMIT_S,
+    )
 
 
 def test_what_nobody_closes_ends_in_order(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> None:

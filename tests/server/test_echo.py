@@ -18,8 +18,6 @@ from tests.tiny import Checkpoints
 
 Json = dict[str, Any]
 
-TEXT = "Hello there, dear friend."
-
 
 def complete(client: TestClient, **fields: Any) -> Json:
     response = client.post("/v1/completions", json={"prompt": "One two 🦩 four", **fields})

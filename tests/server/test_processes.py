@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 
 from mini_sglang.weights.hub import ModelSource
 from tests.server.conftest import StartServer
-from tests.tiny import RunningServer
+from tests.tiny import RunningServer, until
 
 MODEL_OPTIONS = ("--dtype", "float32", "--num-pages", "64")
 ENDLESS = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 200, "stream": True}
@@ -36,13 +35,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def until(condition: Callable[[], bool], limit: float = 10) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, "not within the limit"
-        time.sleep(0.02)
 
 
 class Stream(threading.Thread):
@@ -161,7 +153,7 @@ def test_a_killed_server_takes_its_engine_along(start_server: StartServer, model
         stream = Stream(server.url, max_tokens=900)
         until(lambda: bool(stream.events))
     server.process.kill()
-    until(lambda: gone(engine_pid), limit=3)
+    until(lambda: gone(engine_pid), limit_s=3)
 
 
 def test_a_lost_rank_ends_an_idle_server(start_server: StartServer, model: str) -> None:
@@ -209,7 +201,7 @@ def test_a_port_that_is_taken_while_the_model_loads_is_refused_too(model: str) -
         command = (sys.executable, "-m", "mini_sglang.server", "--model", model, "--port", port, *MODEL_OPTIONS)
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            until(lambda: Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text() != "", limit=60)
+            until(lambda: Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text() != "", limit_s=60)
             other.listen()
             out, err = server.communicate(timeout=60)
         finally:

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from mini_sglang.weights.gguf_tokenizer import chat_templates, tokenizer_json
 from mini_sglang.weights.hub import ModelSource
 from tests.tiny import Checkpoints
 
-Write = Callable[..., Any]
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_reference.json").read_text(encoding="utf-8"))
 # Of the official tokenizer.json of SmolLM2-135M-Instruct.
 OFFICIAL_SHA256 = "9ca9acddb6525a194ec8ac7a87f24fbba7232a9a15ffa1af0c1224fcd888e47c"

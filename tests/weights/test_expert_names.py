@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,8 +9,6 @@ from safetensors.torch import load_file
 from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.safetensors import open_safetensors
 from tests.tiny import Checkpoints
-
-Write = Callable[..., Any]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.model_config import load_model_config
 from tests.tiny import Checkpoints
-
-Write = Callable[..., Any]
 
 
 def test_builtin_model(builtin_model: ModelSource) -> None:

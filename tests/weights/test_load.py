@@ -21,8 +21,6 @@ from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot
 from tests.tiny import Checkpoints
 
-Write = Callable[..., Any]
-
 
 class Store:
     """Slots for every parameter of a model that keep the tensors they are given, dense and as blocks."""

@@ -25,7 +25,6 @@ QUESTION = [Message(role="user", content="What time is it?")]
 
 HERMES_TIME = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "Lima"}}\n</tool_call>'
 HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-HERMES_WRONG = HERMES_TIME.replace('"Lima"', "5")
 LLAMA_TIME = '{"name": "get_time", "parameters": {"zone": "Lima"}}'
 MISTRAL_TIME = '[TOOL_CALLS][{"name": "get_time", "arguments": {"zone": "Lima"}}]'
 
