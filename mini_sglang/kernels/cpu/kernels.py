@@ -3,19 +3,13 @@
 A decode step of a small model is a few milliseconds of matrix products between hundreds of operations on a few hundred
 numbers each: PyTorch takes longer to call such an operation than to compute it. And a prompt's tokens would pass
 through memory once for each operation that is fused here. Attention and steps of many rows run on all of PyTorch's
-threads; few rows run on one, since waking the others takes as long. Threads of our own would compete for the processor
-with PyTorch's, which spin for a while after each product.
+threads; few rows run on one, since waking the others takes as long.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import struct
-from array import array
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +17,10 @@ import torch.nn.functional as F
 
 from mini_sglang.kernels.cpu.compiled import compiled_for
 from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.cpu.openmp import ParallelKernel
 from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
 from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
 from mini_sglang.weights.tensor import QuantizedBlocks
-
-logger = logging.getLogger(__name__)
 
 FEW_ROWS = 32  # at most this many rows are computed by one thread
 
@@ -130,40 +123,6 @@ class CpuKernels:
             *(rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1], window or 0),
         )
         return out
-
-
-class ParallelKernel:
-    """A kernel of type void(voidptr), from `numba.cfunc`, whose threads take work items until none is left."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel  # keeps the compiled code alive
-        self._call_here: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
-        self._call_on_threads = _openmp_call()
-
-    def run(self, *numbers: int, single_thread: bool = False) -> None:
-        """Run the kernel on every thread, over int64s: 0, the counter for `next_work_item`, and then `numbers`.
-
-        It runs on this thread alone with `single_thread`, or if PyTorch's threads are not OpenMP's, as on macOS.
-        """
-        data = array("q", (0, *numbers))
-        address, _ = data.buffer_info()
-        if single_thread or self._call_on_threads is None or (threads := torch.get_num_threads()) == 1:
-            self._call_here(address)
-        else:
-            self._call_on_threads(self._kernel.address, address, threads, 0)
-
-
-@cache
-def _openmp_call() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel(function, data, threads, flags) of the OpenMP library that PyTorch is linked with, or None."""
-    try:
-        call = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among the library's dependencies
-    except AttributeError:
-        logger.warning("PyTorch's threads are not those of GNU OpenMP: attention of decodes runs on one thread")
-        return None
-    call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    call.restype = None
-    return call
 
 
 @cache

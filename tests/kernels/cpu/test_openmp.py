@@ -12,7 +12,7 @@ import torch
 from numba import carray, cfunc
 
 from mini_sglang.kernels.cpu.compiled import _pointer, next_work_item
-from mini_sglang.kernels.cpu.kernels import ParallelKernel
+from mini_sglang.kernels.cpu.openmp import ParallelKernel
 
 ITEMS = 10_000
 
