@@ -61,6 +61,7 @@ class SpinGuard:
 
     def __init__(self) -> None:
         self.is_busy = False
+        self._quiet_intervals = 0
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="spin guard", daemon=True)
         if torch.get_num_threads() > 1 and _openmp_call() is not None and _TASKS.exists():
@@ -73,27 +74,32 @@ class SpinGuard:
             self._watcher.join()
 
     def _watch(self) -> None:
-        quiet_intervals = 0
-        team = _SleepingTeam()
-        queued, ran = _queued_ns(), time.process_time_ns()
+        team, queued, ran = SleepingTeam(), _queued_ns(), time.process_time_ns()
         while not self._closing.wait(_INTERVAL_S):
             queued, queued_before = _queued_ns(), queued
             ran, ran_before = time.process_time_ns(), ran
-            if ran - ran_before < _LEAST_RUN_NS:
-                continue
-            share = (queued - queued_before) / (queued - queued_before + ran - ran_before)
-            quiet_intervals = quiet_intervals + 1 if share < _QUIET_SHARE else 0
-            if not self.is_busy and share > _BUSY_SHARE:
+            was_busy = self.is_busy
+            self.judge(queued - queued_before, ran - ran_before)
+            if self.is_busy and not was_busy:
                 team.hold()
-                self.is_busy = True
-            elif self.is_busy and quiet_intervals >= _QUIET_INTERVALS:
+            elif was_busy and not self.is_busy:
                 team.release()
-                self.is_busy = False
         if self.is_busy:
             team.release()
 
+    def judge(self, queued_ns: int, ran_ns: int) -> None:
+        """Set `is_busy` by an interval in which threads waited for a core and ran this long, all of them together."""
+        if ran_ns < _LEAST_RUN_NS:
+            return
+        share = queued_ns / (queued_ns + ran_ns)
+        self._quiet_intervals = self._quiet_intervals + 1 if share < _QUIET_SHARE else 0
+        if share > _BUSY_SHARE:
+            self.is_busy = True
+        elif self._quiet_intervals >= _QUIET_INTERVALS:
+            self.is_busy = False
 
-class _SleepingTeam:
+
+class SleepingTeam:
     """More OpenMP threads than there are cores, asleep between `hold` and `release`."""
 
     def hold(self) -> None:
