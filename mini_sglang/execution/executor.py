@@ -14,7 +14,6 @@ from mini_sglang.config import EngineConfig, ResolvedConfig
 from mini_sglang.execution.resolve import resolve
 from mini_sglang.execution.sampler import Sampled
 from mini_sglang.execution.worker import Worker
-from mini_sglang.kernels.cpu.openmp import SpinGuard
 from mini_sglang.parallel.tensor_parallel import SINGLE, RankError
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.weights.hub import find_model
@@ -132,7 +131,6 @@ class Executor:
         self.config: ResolvedConfig = resolved.replace(num_pages=worker.num_pages)
         self.model_config = worker.model_config
         self._runner = worker.runner
-        self._spin_guard = SpinGuard() if resolved.device == "cpu" else None
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start a step. On a CPU it has finished when this returns, on a GPU it has been queued."""
@@ -168,8 +166,6 @@ class Executor:
         self._closed = True
         atexit.unregister(self._close_if_nobody_did)
         del self._runner
-        if self._spin_guard is not None:
-            self._spin_guard.close()
         if self._workers is not None:
             self._workers.close()
 

@@ -28,7 +28,6 @@ from mini_sglang.execution.worker_group import (
     encode_report,
     new_context,
 )
-from mini_sglang.kernels.cpu.openmp import SpinGuard
 from mini_sglang.parallel.tensor_parallel import CollectiveError
 from mini_sglang.weights.hub import find_model
 from mini_sglang.weights.model_config import load_model_config
@@ -83,11 +82,8 @@ def _serve(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]]) -> N
     batches.connect(job.batches)
     parallel = job.connect(assignment.rank)
     worker = Worker(config, load_model_config(source), source, parallel, lambda: None, fit_pages=job.fit_pages)
-    spin_guard = SpinGuard() if config.device == "cpu" else None
     while (message := batches.recv()) != LEAVE:
         worker.runner.run(decode_batch(message))
-    if spin_guard is not None:
-        spin_guard.close()
     del worker  # before what its graphs hold is given back
     parallel.abort()
 

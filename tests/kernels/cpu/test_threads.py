@@ -1,4 +1,4 @@
-"""Every work item is computed once, on as many threads as PyTorch has; and these do not spin on cores that others want."""
+"""Every work item is computed once, on all threads of PyTorch, which sleep rather than spin where others want cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from numba import carray, cfunc
 
 from mini_sglang.kernels.cpu.compiled import _pointer, next_work_item
-from mini_sglang.kernels.cpu.openmp import ParallelKernel, SleepingTeam, SpinGuard
+from mini_sglang.kernels.cpu.kernels import ParallelKernel, SleepingTeam, SpinGuard
 
 ITEMS = 10_000
 
