@@ -18,7 +18,6 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,13 @@ from mini_sglang.weights.tensor import QuantizedBlocks
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 0.05
-_LEAST_RUN_NS = 10_000_000  # of an interval, or it says nothing
-_BUSY_SHARE = 0.2  # of the time in which threads could run, that they waited for a core
+# A thread's nanoseconds on a core, and in a queue for one; Linux has it.
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_LOOK_INTERVAL_NS = 20_000_000
+_CROWDED_SHARE = 0.15  # of the time in which a thread could run, that it queued
+_CROWDED_AFTER_NS = 150_000_000
 _QUIET_SHARE = 0.1
-_QUIET_INTERVALS = 20  # one after the other, until threads spin again
-_TASKS = Path("/proc/self/task")
+_QUIET_AFTER_NS = 1_000_000_000
 
 FEW_ROWS = 32  # at most this many rows are computed by one thread
 
@@ -53,7 +53,7 @@ class CpuKernels:
         self._rms_norm, self._rope_store, self._silu_mul, self._attend = map(ParallelKernel, compiled)
         self._prepack = CpuMatrix.available(dtype)
         self._torch = TorchKernels()
-        weakref.finalize(self, SpinGuard().close)
+        self._spin_guard = SpinGuard()
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
         return CpuMatrix(self, weight, bias, blocks) if self._prepack else TorchMatrix(self, weight, bias)
@@ -65,6 +65,7 @@ class CpuKernels:
         return self._torch.route(logits, top_k, normalize=normalize)
 
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        self._spin_guard.check()  # each step begins here
         return F.embedding(token_ids, table)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -168,78 +169,75 @@ class ParallelKernel:
 
 
 class SpinGuard:
-    """Has OpenMP's threads sleep while they wait, as long as other processes want the cores, until `close`.
+    """Has OpenMP's threads sleep while they wait, as long as other processes want the cores.
 
     A thread that waits for the others spins for 3 ms before it sleeps. On cores of its own that saves a third of a
     decode step; on cores that it shares, it spins away the time that the others need. The library shortens the wait to
     100 rounds while it has more threads than there are cores (`gomp_throttled_spin_count_var` in its env.c). So while
-    this process's threads have to queue for cores, a team of that size is held here, asleep.
+    the thread that computes has to queue for a core, a team of that size is held here, asleep. `close` ends that, as
+    does the end of the guard.
     """
 
     def __init__(self) -> None:
-        self.is_busy = False
-        self._quiet_intervals = 0
-        self._closing = threading.Event()
-        if torch.get_num_threads() > 1 and _openmp_call() is not None and _TASKS.exists():
-            threading.Thread(target=self._watch, name="spin guard", daemon=True).start()
+        self.is_crowded = False
+        self._team = SleepingTeam()
+        self._next_look_ns = 0
+        self._times = (0, 0)  # of the calling thread, at the last look
+        self._differs_ns = 0  # for how long every look has spoken against `is_crowded`
+        self._enabled = _SCHEDSTAT.exists() and _openmp_call() is not None
+        self.close = weakref.finalize(self, self._team.release)
 
-    def close(self) -> None:
-        """Let threads wait as they did before, within an interval. Any thread may call it, a garbage collection too."""
-        self._closing.set()
-
-    def _watch(self) -> None:
-        team, queued, ran = SleepingTeam(), _queued_ns(), time.process_time_ns()
-        while not self._closing.wait(_INTERVAL_S):
-            queued, queued_before = _queued_ns(), queued
-            ran, ran_before = time.process_time_ns(), ran
-            was_busy = self.is_busy
-            self.judge(queued - queued_before, ran - ran_before)
-            if self.is_busy and not was_busy:
-                team.hold()
-            elif was_busy and not self.is_busy:
-                team.release()
-        if self.is_busy:
-            team.release()
-
-    def judge(self, queued_ns: int, ran_ns: int) -> None:
-        """Set `is_busy` by an interval in which threads waited for a core and ran this long, all of them together."""
-        if ran_ns < _LEAST_RUN_NS:
+    def check(self) -> None:
+        """Hold the team or release it, as the calling thread fared of late. Called once a step."""
+        now = time.monotonic_ns()
+        if now < self._next_look_ns or not self._enabled:
             return
-        share = queued_ns / (queued_ns + ran_ns)
-        self._quiet_intervals = self._quiet_intervals + 1 if share < _QUIET_SHARE else 0
-        if share > _BUSY_SHARE:
-            self.is_busy = True
-        elif self._quiet_intervals >= _QUIET_INTERVALS:
-            self.is_busy = False
+        self._next_look_ns = now + _LOOK_INTERVAL_NS
+        ran, queued = map(int, _SCHEDSTAT.read_text().split()[:2])
+        ran_before, queued_before = self._times
+        self._times = ran, queued
+        if ran_before:
+            self.judge(ran - ran_before, queued - queued_before)
+
+    def judge(self, ran_ns: int, queued_ns: int) -> None:
+        """Take in how long the thread had a core since the last look, and how long it could have run without one."""
+        if ran_ns + queued_ns <= 0:  # it did not run, or is another thread than the last time
+            return
+        queued_share = queued_ns / (ran_ns + queued_ns)
+        differs = queued_share < _QUIET_SHARE if self.is_crowded else queued_share > _CROWDED_SHARE
+        self._differs_ns = self._differs_ns + ran_ns + queued_ns if differs else 0
+        if self._differs_ns < (_QUIET_AFTER_NS if self.is_crowded else _CROWDED_AFTER_NS):
+            return
+        self.is_crowded, self._differs_ns = not self.is_crowded, 0
+        if self.is_crowded:
+            self._team.hold()
+        else:
+            self._team.release()
 
 
 class SleepingTeam:
     """More OpenMP threads than there are cores, asleep between `hold` and `release`."""
 
-    def hold(self) -> None:
+    def __init__(self) -> None:
         self._released = threading.Event()
-        self._leader = threading.Thread(target=self._lead, args=(self._released,), name="sleeping team", daemon=True)
+        self._leader: threading.Thread | None = None
+
+    def hold(self) -> None:
+        self._released.clear()
+        self._leader = threading.Thread(target=self._lead, name="sleeping team", daemon=True)
         self._leader.start()
 
     def release(self) -> None:
         self._released.set()
-        self._leader.join()  # a team ends with the thread that leads it
+        if self._leader is not None:
+            self._leader.join()  # a team ends with the thread that leads it
+            self._leader = None
 
-    @staticmethod
-    def _lead(released: threading.Event) -> None:
+    def _lead(self) -> None:
         call, nothing = _openmp_call(), ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value  # frees no memory: 0
         if call is not None and nothing is not None:
             call(nothing, 0, len(os.sched_getaffinity(0)) + 1, 0)
-        released.wait()
-
-
-def _queued_ns() -> int:
-    """Nanoseconds that the process's threads have waited for a core although they could run."""
-    queued = 0
-    for task in _TASKS.iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            queued += int((task / "schedstat").read_text().split()[1])
-    return queued
+        self._released.wait()
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -88,45 +89,67 @@ def test_beside_a_sleeping_team_threads_spin_less(threads: int) -> None:
 MS = 1_000_000
 
 
-def test_the_guard_goes_by_the_share_of_time_that_threads_wait_for_a_core() -> None:
-    guard = SpinGuard()
-    guard.close()
-    guard.judge(queued_ns=5 * MS, ran_ns=95 * MS)
-    assert not guard.is_busy
-    guard.judge(queued_ns=50 * MS, ran_ns=50 * MS)
-    assert guard.is_busy
-    for _ in range(10):
-        guard.judge(queued_ns=0, ran_ns=100 * MS)
-    assert guard.is_busy, "half a second says little"
-    guard.judge(queued_ns=15 * MS, ran_ns=85 * MS)
-    for _ in range(19):
-        guard.judge(queued_ns=0, ran_ns=100 * MS)
-    assert guard.is_busy, "it is one second in a row that counts"
-    guard.judge(queued_ns=0, ran_ns=100 * MS)
-    assert not guard.is_busy
+def looks(guard: SpinGuard, count: int, *, ran_ms: int, queued_ms: int) -> bool:
+    """Whether the guard sees a crowd after some looks that all say the same."""
+    for _ in range(count):
+        guard.judge(ran_ms * MS, queued_ms * MS)
+    return guard.is_crowded
 
 
-def test_the_guard_learns_nothing_while_little_runs() -> None:
+@pytest.fixture
+def guard() -> Iterator[SpinGuard]:
     guard = SpinGuard()
+    yield guard
     guard.close()
-    guard.judge(queued_ns=50 * MS, ran_ns=50 * MS)
-    for _ in range(100):
-        guard.judge(queued_ns=0, ran_ns=1 * MS)
-    assert guard.is_busy
+
+
+def test_a_crowd_is_a_thread_that_queues_for_150_ms_in_a_row(guard: SpinGuard) -> None:
+    assert not looks(guard, 100, ran_ms=35, queued_ms=5)
+    assert not looks(guard, 3, ran_ms=25, queued_ms=15)
+    assert not looks(guard, 1, ran_ms=40, queued_ms=0)
+    assert not looks(guard, 3, ran_ms=25, queued_ms=15), "the row was broken"
+    assert looks(guard, 1, ran_ms=25, queued_ms=15)
+
+
+def test_one_long_step_is_enough_to_see_a_crowd(guard: SpinGuard) -> None:
+    assert looks(guard, 1, ran_ms=600, queued_ms=500)
+
+
+def test_a_crowd_has_gone_after_a_second_in_a_row_without_a_queue(guard: SpinGuard) -> None:
+    assert looks(guard, 4, ran_ms=25, queued_ms=15)
+    assert looks(guard, 24, ran_ms=39, queued_ms=1)
+    assert looks(guard, 1, ran_ms=30, queued_ms=10)
+    assert looks(guard, 24, ran_ms=39, queued_ms=1), "the row was broken"
+    assert not looks(guard, 1, ran_ms=39, queued_ms=1)
+
+
+def test_a_thread_that_did_not_run_says_nothing(guard: SpinGuard) -> None:
+    assert not looks(guard, 1000, ran_ms=0, queued_ms=0)
+    assert looks(guard, 4, ran_ms=25, queued_ms=15)
+    assert looks(guard, 1000, ran_ms=0, queued_ms=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's threads are GNU OpenMP's on Linux only")
+def test_no_thread_is_left_of_a_guard_that_ended_in_a_crowd() -> None:
+    before, guard = threading.active_count(), SpinGuard()
+    assert looks(guard, 4, ran_ms=25, queued_ms=15)
+    assert threading.active_count() == before + 1
+    guard.close()
+    assert threading.active_count() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's threads are GNU OpenMP's on Linux only")
 @pytest.mark.parametrize("threads", [2], indirect=True)
-def test_the_guard_notices_busy_processes(threads: int) -> None:
+def test_the_guard_notices_busy_processes(guard: SpinGuard, threads: int) -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
-    guard, x = SpinGuard(), torch.randn(256, 256)
+    x = torch.randn(256, 256)
     deadline = time.monotonic() + 60
     try:
-        while not guard.is_busy and time.monotonic() < deadline:
+        while not guard.is_crowded and time.monotonic() < deadline:
             x = (x @ x).clamp(-1, 1)
-        assert guard.is_busy
+            guard.check()
+        assert guard.is_crowded
     finally:
-        guard.close()
         for other in others:
             other.kill()
             other.wait()
