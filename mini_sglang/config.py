@@ -37,7 +37,10 @@ class EngineConfig:
     num_pages: int | None = _option(
         None, "pages of the KV cache; none: what fits kv_cache_bytes on a CPU, mem_fraction on a GPU"
     )
-    kv_cache_bytes: int = _option(1 << 30, "bytes of the KV cache of a rank on a CPU, where num_pages is not given")
+    kv_cache_bytes: int | None = _option(
+        None,
+        "bytes of the KV cache of a rank on a CPU, where num_pages is not given; none: 1/32 of the memory available",
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "fp8: e4m3, which ends at 448; auto: the same as dtype")
     cache: Literal["radix", "naive"] = _option("radix", "radix: reuse the KV of shared prefixes; naive: reuse nothing")
 
@@ -71,7 +74,7 @@ class EngineConfig:
     profile_dir: str | None = _option(None, "folder for traces of /start_profile; none: there can be no traces")
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "kv_cache_bytes", "tp", "nnodes"):
+        for name in ("page_size", "tp", "nnodes"):
             _at_least(name, getattr(self, name), 1)
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
@@ -169,6 +172,7 @@ _LEAST = {  # of settings that may be left open
     "max_running_requests": 1,
     "max_prefill_tokens": 1,
     "num_pages": 1,
+    "kv_cache_bytes": 1,
     "context_length": 2,
     "num_threads": 1,
     "run_ahead": 0,

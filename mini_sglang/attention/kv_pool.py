@@ -5,6 +5,8 @@ Backends read and write the pool by page or by cell. It does not know who owns w
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +34,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        self._memory = torch.zeros(shape, dtype=dtype, device=device)
+        self._memory = _zeros(shape, dtype, device)
         self.layers = self._memory.unbind()
         self._indexable = indexable(self._memory).unbind()  # the layers as they can be read and written by index
         # as rows of one dimension: beyond 2 GB torch would split a copy with more dimensions into one for each layer
@@ -70,6 +72,21 @@ class KVPool:
         for firsts in self._first_pages.split(max(1, _COPY_BYTES // bytes_at_once)):
             copied = pages.index_select(0, (firsts + sources).flatten())
             pages.index_copy_(0, (firsts + destinations).flatten(), copied)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU the system gives memory to a part of them when that is first written, on a GPU at once.
+
+    Raises MemoryError or torch.OutOfMemoryError where there is not as much.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"can't allocate memory: {num_bytes} bytes of keys and values: {error}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def send(numbers: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -17,6 +17,8 @@ from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.kernels.interface import KVCells
 
+_ROWS_MULTIPLE = 64  # of queries and keys, where attention is compiled for their numbers
+
 
 class ReferenceBackend:
     """Reads and writes `pool` with gathers and scatters of whole pages.
@@ -141,8 +143,25 @@ class _Chunk:
         kv = self._pool.gather(layer, self._pages)[:, : self._length].to(q.dtype).transpose(1, 2)
         k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1).unbind()  # [kv_heads, group, length, head_dim] each
         grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, count, head_dim]
-        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None)
+        out = _attend(grouped, k, v, self._mask)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Attention of q [kv_heads, group, count, head_dim] to k and v [kv_heads, group, length, head_dim] -> as q
+
+    k and v are the same for a group's heads. Without `mask` [count, length] it is causal, and count = length.
+    """
+    count, length = q.shape[2], k.shape[2]
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        # PyTorch compiles products of bfloat16 for each shape and, in each thread, keeps them for ever
+        group = k.shape[1]
+        more_queries, more_keys = -count % _ROWS_MULTIPLE, -length % _ROWS_MULTIPLE
+        q = F.pad(q, (0, 0, 0, more_queries))
+        k, v = (F.pad(x[:, :1], (0, 0, 0, more_keys)).expand(-1, group, -1, -1) for x in (k, v))
+        if mask is not None:
+            mask = F.pad(F.pad(mask, (0, more_keys), value=float("-inf")), (0, 0, 0, more_queries))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)[:, :, :count]
 
 
 def _masked(positions: torch.Tensor, own: torch.Tensor, window: int | None) -> torch.Tensor:

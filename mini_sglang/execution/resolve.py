@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
+from pathlib import Path
 
 import torch
 
@@ -59,7 +61,9 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
         "context_length": context_length,
         "max_running_requests": slots,
         "max_prefill_tokens": config.max_prefill_tokens or (512 if on_cpu else 8192),
-        "num_pages": _cpu_pages(config, model, dtype, most_pages) if on_cpu else config.num_pages or most_pages,
+        "num_pages": _cpu_pages(config, model, dtype, context_length, slots)
+        if on_cpu
+        else config.num_pages or most_pages,
         "run_ahead": config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
         "attention_backend": backend,
         "cuda_graph_max_bs": _graph_rows(config, backend, slots, on_cpu),
@@ -115,8 +119,8 @@ def _cpu_slots(config: EngineConfig, context_length: int) -> int:
     return slots
 
 
-def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, most: int) -> int:
-    """The pages asked for, or those within the byte budget, but then no more than the `most` that can be of use."""
+def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int, slots: int) -> int:
+    """The pages asked for, or those within the byte budget, but then no more than can be of use to `slots` requests."""
     bytes_per_page = page_bytes(config, model, dtype)
     memory = _memory_bytes()
     if config.num_pages is not None:
@@ -126,20 +130,43 @@ def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, most: int) 
                 f"got {config.num_pages}"
             )
         return config.num_pages
-    if config.kv_cache_bytes > memory:
-        raise ValueError(f"kv_cache_bytes must be at most this machine's memory, {memory}, got {config.kv_cache_bytes}")
-    pages = config.kv_cache_bytes // bytes_per_page
+    pages_of_one = -(-context_length // config.page_size)
+    kv_cache_bytes = config.kv_cache_bytes
+    if kv_cache_bytes is None:
+        available = _available_bytes() // (config.tp // config.nnodes)
+        one_request = min((pages_of_one + 1) * bytes_per_page, available // 4)
+        kv_cache_bytes = max(available // 32, one_request, 2 * bytes_per_page)
+    elif kv_cache_bytes > memory:
+        raise ValueError(f"kv_cache_bytes must be at most this machine's memory, {memory}, got {kv_cache_bytes}")
+    pages = kv_cache_bytes // bytes_per_page
     if pages < 2:
         raise ValueError(
-            f"kv_cache_bytes must hold at least two pages of {bytes_per_page} bytes, got {config.kv_cache_bytes}; "
+            f"kv_cache_bytes must hold at least two pages of {bytes_per_page} bytes, got {kv_cache_bytes}; "
             "raise it or lower page_size"
         )
-    return min(pages, most)
+    return min(pages, slots * pages_of_one)
 
 
 def _memory_bytes() -> int:
     """Of this machine; a container may be allowed less."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _available_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """What new programs can take of this machine's memory, and of what this container is allowed.
+
+    Where the system does not say, it is all memory.
+    """
+    available = [_memory_bytes()]
+    if meminfo.exists() and (line := re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())):
+        available.append(int(line[1]) << 10)
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        if (group / limit).exists() and (number := (group / limit).read_text().strip()) != "max":
+            available.append(max(0, int(number) - int((group / used).read_text())))
+    return min(available)
 
 
 def page_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:

@@ -63,6 +63,7 @@ SUBJECTS = [
     Subject("reference", FP32, FP32),
     Subject("reference", FP32, FP8),
     Subject("cpu", FP32, FP32),
+    Subject("cpu", BF16, BF16),
     Subject("triton", FP32, FP32, TRITON_DEVICE),
     Subject("triton", FP16, FP16, TRITON_DEVICE),
     Subject("triton", FP32, FP8, TRITON_DEVICE),

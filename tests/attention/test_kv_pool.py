@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -54,3 +58,18 @@ def test_a_page_of_float8_takes_half_of_bfloat16() -> None:
     sizes = {"num_layers": 3, "page_size": 16, "num_kv_heads": 2, "head_dim": 64}
     assert KVPool.bytes_per_page(dtype=FP8, **sizes) == 2 * 3 * 16 * 2 * 64
     assert KVPool.bytes_per_page(dtype=torch.bfloat16, **sizes) == 2 * 2 * 3 * 16 * 2 * 64
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_take_memory_when_they_are_first_written() -> None:
+    before = resident_bytes()
+    pool = make_pool(torch.float32, num_layers=4, num_pages=1 << 13, head_dim=1024)  # half a GiB
+    assert resident_bytes() - before < 64 << 20
+    assert pool.layers[3][1, -1].count_nonzero() == 0
+    pool.layers[0].fill_(1)
+    assert resident_bytes() - before > pool.layers[0].nbytes
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

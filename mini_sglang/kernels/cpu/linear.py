@@ -7,6 +7,8 @@ x [rows, in] and W [out, in].
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from mini_sglang.kernels.interface import Kernels, Norm, Residual
@@ -14,6 +16,11 @@ from mini_sglang.weights.tensor import QuantizedBlocks
 
 _EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
 _MAX_PACKED_ROWS = 2  # with more, the dense product is faster than unpacking 4-bit blocks for every row
+# What oneDNN compiles for one shape and number of rows takes half a megabyte and, made anew, half a millisecond. It is
+# kept twice, by oneDNN and by PyTorch's side of it. Left alone, each keeps 1024: half a gigabyte, once prompts have had
+# some hundred lengths. A model has about five shapes, so these are the programs of the last 25 step sizes.
+_MAX_PROGRAMS = 128
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 class CpuMatrix:
@@ -55,6 +62,7 @@ class PrepackedMatrix:
     """A dense float32, bfloat16 or float16 matrix in oneDNN's layout. `weight` [out, in] may be freed afterwards."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        _bound_caches()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
         self._bias = bias
 
@@ -67,6 +75,15 @@ class PrepackedMatrix:
         """x W^T + bias + addend, in one pass over the output. x [rows, in], addend [rows, out] -> [rows, out]"""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, addend, self._packed, self._bias, "add")
         return y
+
+
+def _bound_caches() -> None:
+    """Have this process keep few compiled programs, unless its environment says how many.
+
+    The environment is the only way in. Both libraries read it once, when a process first multiplies with oneDNN.
+    """
+    for capacity in _CACHES:
+        os.environ.setdefault(capacity, str(_MAX_PROGRAMS))
 
 
 class Int4Matrix:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -53,3 +55,10 @@ def test_4_bit_blocks_equal_their_dense_matrix(rows: int, bias: bool) -> None:
 def test_shapes_the_4_bit_kernel_cannot_take_are_known_beforehand() -> None:
     assert Int4Matrix.supports(random_blocks(16, 64))
     assert not Int4Matrix.supports(random_blocks(20, 64))
+
+
+def test_the_environment_says_how_many_compiled_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    PrepackedMatrix(torch.randn(96, 64), None)
+    assert (os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], os.environ["LRU_CACHE_CAPACITY"]) == ("7", "128")
