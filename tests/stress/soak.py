@@ -72,6 +72,7 @@ class Soak:
         await traffic.find_longest(self._client, CONTEXT_LENGTH)
         await traffic.choose_canaries(self._client)
         await self._rest()
+        self._say(self._line())
         end = time.monotonic() + seconds
         reporter = asyncio.create_task(self._report())
         while time.monotonic() < end and self._is_alive():

@@ -19,7 +19,7 @@ import httpx
 
 Json = dict[str, Any]
 
-ANSWER_WITHIN_S = 300.0  # longer is a hang
+ANSWER_WITHIN_S = 900.0  # longer is a hang
 MOST_RETRIES = 100
 SHARED = "You are a helpful assistant who answers briefly. "
 _PLAIN = "river stone lantern quiet seven orange window table winter engine paper green mountain letter garden violin"
@@ -397,7 +397,7 @@ async def choose_canaries(client: Client, count: int = 4, num_tokens: int = 8) -
     """
     chance = random.Random(1)
     prompts = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time", "def fibonacci(n):"]
-    prompts += [words(chance, length) for length in [5] * 16 + [client.longest // 4] * 8]
+    prompts += [words(chance, length) for length in [5] * 10 + [client.longest // 4] * 4]
     leads, tokens = {}, {}
     for prompt in prompts:
         answer = await client.ask("canary", "/generate", {**canary_body(prompt, num_tokens), "logprobs": 2})
