@@ -7,6 +7,7 @@ MODEL  ?= smollm2-135m
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
 DTYPE  ?= auto
+HOURS  ?= 2
 ARGS   ?=
 
 # Tests run on up to eight cores, a process of one thread on each; on a machine with a GPU one after another, or they
@@ -16,7 +17,7 @@ WORKERS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),0,auto)
 # On a machine without an NVIDIA GPU this torch comes first, or pip would bring the newest with gigabytes of CUDA.
 TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0)
 
-.PHONY: setup serve chat test test-clients lint docs fuzz bench clean
+.PHONY: setup serve chat test test-clients lint docs fuzz soak bench clean
 
 setup: $(VENV)/.ready
 
@@ -61,6 +62,10 @@ docs: setup
 fuzz: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'schemathesis>=4.32'
 	FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/server/test_schemathesis.py --timeout 1200 $(ARGS)
+
+# Hours of mixed traffic at a server of its own: make soak HOURS=2 ARGS='-- --device cuda'
+soak: setup
+	$(BIN)/python -m tests.stress.soak --hours $(HOURS) --model $(MODEL) $(ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu $(ARGS)

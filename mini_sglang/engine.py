@@ -73,8 +73,9 @@ class Engine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        client: str = "",
     ) -> None:
-        """Queue a request. Raises FieldError if it is malformed or can never fit."""
+        """Queue a request; clients take turns. Raises FieldError if it is malformed or can never fit."""
         vocab_size = self.model_config.vocab_size
         params.validate(vocab_size)
         if not prompt_ids:
@@ -90,6 +91,7 @@ class Engine:
             eos_token_ids=self.model_config.eos_token_ids,
             cache_salt=cache_salt,
             priority=priority,
+            client=client,
             seed=seed,
         )
         self.scheduler.add(request)

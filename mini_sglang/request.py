@@ -34,8 +34,10 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # requests share cached prefixes only with equal salts
     priority: int = 0  # smaller runs first under `--schedule priority`
+    client: str = ""  # those of several clients take turns
     seed: int = 0  # params.seed, or one drawn at random for this request
     arrival: int = 0  # order of Scheduler.add
+    turn: int = 0  # before those of larger turns; set by the policy
     max_num_tokens: int = 0  # prompt and output together never exceed it; set by Scheduler.add
 
     output_ids: list[int] = field(default_factory=list)

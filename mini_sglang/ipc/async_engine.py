@@ -158,7 +158,14 @@ class AsyncEngine:
         return cls(process, context, socket, info, tokenizer)
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, cache_salt: str = "", priority: int = 0
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_salt: str = "",
+        priority: int = 0,
+        client: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields what is new whenever there is something, the last time with a finish reason.
 
@@ -178,7 +185,7 @@ class AsyncEngine:
         try:
             # stop strings end a request on this side: the engine knows no text
             wire_params = msgspec.structs.replace(params, stop=[])
-            self._send(messages.AddRequest(wire_id, prompt_ids, wire_params, cache_salt, priority))
+            self._send(messages.AddRequest(wire_id, prompt_ids, wire_params, cache_salt, priority, client))
             while True:
                 output = await stream.outputs.get()
                 yield output

@@ -118,6 +118,7 @@ class EngineLoop:
                 message.params,
                 cache_salt=message.cache_salt,
                 priority=message.priority,
+                client=message.client,
             )
         except FieldError as error:  # this request is wrong; the others go on
             self._send(messages.RequestRejected(message.request_id, error.field, error.problem, list(error.others)))

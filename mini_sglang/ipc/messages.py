@@ -42,6 +42,7 @@ class AddRequest(msgspec.Struct, tag=True):
     params: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    client: str = ""
 
 
 class AbortRequest(msgspec.Struct, tag=True):

@@ -23,11 +23,9 @@ from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenO
 from mini_sglang.request import Request, RequestStatus
 from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.kv_cache import KVCacheManager
-from mini_sglang.scheduling.policy import POLICIES
+from mini_sglang.scheduling.policy import EXPECTED_OUTPUT_WEIGHT, FIRST_EXPECTED_OUTPUT, POLICIES
 from mini_sglang.scheduling.radix_cache import Match, common_prefix
 
-FIRST_EXPECTED_OUTPUT = 128.0  # tokens, before any request has ended
-EXPECTED_OUTPUT_WEIGHT = 1 / 16  # of the latest ended request in the running mean
 WORTH_WAITING = 16  # a waiting request holds back while another one computes this many of its first tokens
 
 Plan = dict[Request, int]  # number of tokens that the step computes of each request, in row order
@@ -128,6 +126,7 @@ class Scheduler:
             request.max_num_tokens = min(request.max_num_tokens, length + request.params.max_tokens)
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
+        self._policy.arrived(request)
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=self._policy.sort_key)
         self._is_full = False
@@ -177,6 +176,7 @@ class Scheduler:
         del self._requests[request.request_id]
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._counters.finished += 1
+            self._policy.ended(request)
             self.expected_output += EXPECTED_OUTPUT_WEIGHT * (len(request.output_ids) - self.expected_output)
         else:
             self._counters.aborted += 1

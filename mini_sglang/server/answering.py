@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -16,14 +18,16 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from mini_sglang.errors import shorten
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import Json
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, as_api_error
-from mini_sglang.server.generation import Job, off_loop, run_job
+from mini_sglang.server.generation import Caller, Job, off_loop, run_job
 
 Result = TypeVar("Result")
 
+TIMEOUT_HEADER = "X-Request-Timeout"
 DONE = b"data: [DONE]\n\n"  # the last event of a stream, in the APIs that have one
 
 _encode_json = msgspec.json.Encoder().encode
@@ -66,6 +70,7 @@ def named_event(value: Json) -> bytes:
 async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, stream: bool | None) -> Response:
     """Run the job of a request and answer with its outputs. Raises what `run_job` raises, and ClientDisconnected."""
     context = context_of(request)
+    job = dataclasses.replace(job, caller=caller_of(request))
     if stream:
         events = _events(context, job, answer_format)
         return EventStream(events, lambda error: b"".join(answer_format.failure(error)))
@@ -73,6 +78,22 @@ async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, str
     num_logprobs = sum(job.num_logprobs(choice, last.usage.completion_tokens) for choice, last in enumerate(outputs))
     whole = await off_loop(num_logprobs, lambda: _encode_json(answer_format.whole(outputs)))
     return Response(whole, media_type="application/json")
+
+
+def caller_of(request: Request) -> Caller:
+    """Which API key the request has, and until when it wants its answer. Raises ApiError 400."""
+    client: str = getattr(request.state, "client", "")
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return Caller(client)
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        message = f"{TIMEOUT_HEADER} must be a number of seconds greater than 0, got {shorten(given)}"
+        raise ApiError(400, message, param=TIMEOUT_HEADER, code="invalid_value")
+    return Caller(client, request.state.arrived + timeout_s)
 
 
 async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]:

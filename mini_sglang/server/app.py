@@ -63,10 +63,11 @@ async def _require_api_key(
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))],
     header: Annotated[str | None, Security(APIKeyHeader(name="x-api-key", auto_error=False))],  # Anthropic's clients
 ) -> None:
-    """Refuse a request without one of the server's keys, before its body is read."""
+    """Refuse a request without one of the server's keys, before its body is read. The key says who the client is."""
     given = (bearer.credentials if bearer is not None else header or "").strip().encode("latin-1")
     # every key is compared, and in constant time, so that the time taken tells nothing about them
     fits = [hmac.compare_digest(given, key.encode()) for key in context_of(request).config.api_key]
     if not any(fits):
         message = "this server needs an API key: send the header Authorization: Bearer KEY"
         raise ApiError(401, message, code="invalid_api_key")
+    request.state.client = str(fits.index(True))

@@ -20,7 +20,7 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.errors import ApiError
-from mini_sglang.server.intake import RequestPacer
+from mini_sglang.server.intake import Admission, RequestPacer
 from mini_sglang.server.metrics import ServerMetrics
 from mini_sglang.text.tokenizer import Tokenizer
 
@@ -35,7 +35,14 @@ class ServingEngine(Protocol):
     def request_ids(self) -> list[str]: ...
 
     def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, cache_salt: str = "", priority: int = 0
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_salt: str = "",
+        priority: int = 0,
+        client: str = "",
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def abort(self, request_id: str) -> bool: ...
@@ -67,6 +74,12 @@ class ServerContext:
     @functools.cached_property
     def metrics(self) -> ServerMetrics:
         return ServerMetrics(self.model_name)
+
+    @functools.cached_property
+    def admission(self) -> Admission:
+        """The places for requests."""
+        running = self.engine.info.max_running_requests
+        return Admission(running, self.config.max_waiting_requests, has_shares=len(self.config.api_key) > 1)
 
     @functools.cached_property
     def model_format(self) -> ModelFormat:

@@ -25,24 +25,32 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
     413: {"connection": "close"},
-    429: {"retry-after": "1"},
-    503: {"retry-after": "1"},
 }
 
 
 class ApiError(Exception):
     """A request that cannot be answered. `param` names the field at fault, `code` is a word for programs."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = 1,  # of a 429 and a 503
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}…"
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON answer."""
@@ -83,11 +91,12 @@ def _internal(error: Exception) -> ApiError:
 
 def error_response(error: ApiError, body: object = None) -> Response:
     """The HTTP answer to an error; `body` replaces the error's own."""
+    headers = {"retry-after": str(error.retry_after_s)} if error.status in (429, 503) else _HEADERS.get(error.status)
     return Response(
         msgspec.json.encode(error.body() if body is None else body),
         status_code=error.status,
         media_type="application/json",
-        headers=_HEADERS.get(error.status),
+        headers=headers,
     )
 
 

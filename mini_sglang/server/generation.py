@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,11 +24,21 @@ from mini_sglang.server import fields
 from mini_sglang.server.bodies import JobBody
 from mini_sglang.server.context import ServerContext
 from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.server.intake import FullError
 
 Result = TypeVar("Result")
 
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
+WORK_TOKENS = 32
 INLINE_CHARACTERS = 4096  # shorter text is tokenised in less time than a thread takes to start on it
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks for a job, and for how long."""
+
+    client: str = ""  # those of several take turns
+    deadline: float = math.inf  # of time.perf_counter; the job ends then
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,12 @@ class Job:
     prompts: list[list[int]]  # token ids
     params: list[SamplingParams]  # one per choice
     body: JobBody
+    caller: Caller = Caller()
+
+    @property
+    def work(self) -> Hashable:
+        """Equal for a job and for its repetition: of each prompt the length and the end."""
+        return tuple((len(prompt), *prompt[-WORK_TOKENS:]) for prompt in self.prompts)
 
     @property
     def num_choices(self) -> int:
@@ -198,17 +216,41 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
     """Run all choices at once and yield (choice, output) as outputs come. Leaving the iterator aborts what still runs.
 
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
-    a choice fails. Raises EngineDeadError if the engine ends.
+    a choice fails, 504 if the caller's deadline passes. Raises EngineDeadError if the engine ends.
     """
-    with _registered(context, job):
-        if job.num_choices == 1:
-            async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
-                async for output in outputs:
-                    yield 0, output
-        else:
-            async with contextlib.aclosing(_run_choices(context, job)) as merged:
-                async for item in merged:
-                    yield item
+    with _registered(context, job), _deadline(context, job) as passed:
+        async with contextlib.aclosing(_run_choices(context, job)) as outputs:
+            async for choice, output in outputs:
+                if passed.is_set() and output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                    raise _timeout()
+                yield choice, output
+
+
+@contextlib.contextmanager
+def _deadline(context: ServerContext, job: Job) -> Iterator[asyncio.Event]:
+    """Abort the job's requests at its deadline, if it has one; the event says that it has passed."""
+    passed = asyncio.Event()
+    if job.caller.deadline == math.inf:
+        yield passed
+        return
+
+    def abort() -> None:
+        passed.set()
+        for request_id in context.jobs[job.id]:
+            context.engine.abort(request_id)
+
+    left = job.caller.deadline - time.perf_counter()
+    if left <= 0:
+        raise _timeout()
+    timer = asyncio.get_running_loop().call_later(left, abort)
+    try:
+        yield passed
+    finally:
+        timer.cancel()
+
+
+def _timeout() -> ApiError:
+    return ApiError(504, "the time that the request allowed for its answer is over", code="deadline_exceeded")
 
 
 @contextlib.contextmanager
@@ -220,17 +262,25 @@ def _registered(context: ServerContext, job: Job) -> Iterator[None]:
     if job.id in context.jobs or job.id in context.engine.request_ids:
         in_use = FieldError("request_id", f"{shorten(job.id)} is in use by a request under way")
         raise invalid(in_use, job.body.field_names, code=None)
-    limit = context.engine.info.max_running_requests + context.config.max_waiting_requests
-    if sum(map(len, context.jobs.values())) + job.num_choices > limit:
-        raise ApiError(429, f"the queue is full: the server takes at most {limit} requests at once", code="queue_full")
-    context.jobs[job.id] = [job.request_id(choice) for choice in range(job.num_choices)]
     try:
-        yield
-    finally:
-        del context.jobs[job.id]
+        with context.admission.places(job.caller.client, job.num_choices, job.work):
+            context.jobs[job.id] = [job.request_id(choice) for choice in range(job.num_choices)]
+            try:
+                yield
+            finally:
+                del context.jobs[job.id]
+    except FullError as full:
+        limit = context.admission.limit
+        message = f"the queue is full: the server takes at most {limit} requests at once"
+        raise ApiError(429, message, code="queue_full", retry_after_s=full.retry_after_s) from None
 
 
 async def _run_choices(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    if job.num_choices == 1:
+        async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=1)
 
     async def feed(choice: int) -> None:
@@ -267,6 +317,7 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
         request_id=job.request_id(choice),
         cache_salt=job.body.cache_salt or "",
         priority=job.body.priority,
+        client=job.caller.client,
     )
     is_only_echo = job.body.is_only_echo
     try:

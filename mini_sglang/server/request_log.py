@@ -59,6 +59,7 @@ class RequestLog:
         _current_id.set(request_id)
         status = 500  # what an exception becomes
         start = time.perf_counter()
+        scope.setdefault("state", {})["arrived"] = start
 
         async def receive_and_log() -> Message:
             message = await receive()

@@ -455,3 +455,35 @@ def test_flushing_forgets_what_no_running_request_holds() -> None:
 def test_unresolved_settings_are_refused() -> None:
     with pytest.raises(TypeError, match="num_pages"):
         ResolvedConfig()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("schedule", ["fcfs", "lpm", "priority"])
+def test_a_client_that_floods_does_not_hold_up_another(schedule: str) -> None:
+    simulation = Simulation(config(num_pages=200, max_running_requests=2, schedule=schedule))
+    flood = [request(f"a{i}", distinct(i, 20), client="a") for i in range(60)]
+    for each in flood:
+        simulation.add(each)
+    for _ in range(30):
+        simulation.step()
+    simulation.add(request("b", distinct(90, 20), client="b"))
+    served_before = len(simulation.finished)
+    while "b" not in simulation.finished:
+        simulation.step()
+    assert len(simulation.finished) - served_before <= 4
+    simulation.run()
+    simulation.scheduler.check()
+
+
+def test_clients_with_work_get_as_many_tokens_as_each_other() -> None:
+    simulation = Simulation(config(num_pages=400, max_running_requests=4, context_length=200))
+    for i in range(60):
+        simulation.add(request(f"long{i}", distinct(i, 80), max_tokens=40, client="long"))
+        for j in range(4):
+            simulation.add(request(f"short{i}-{j}", distinct(100 + 4 * i + j, 20), max_tokens=10, client="short"))
+    tokens = dict.fromkeys(("long", "short"), 0)
+    while len(simulation.finished) < 150:
+        simulation.step()
+    for name in simulation.finished:
+        each = simulation.requests[name]
+        tokens[each.client] += len(each.token_ids)
+    assert 0.9 < tokens["long"] / tokens["short"] < 1.1

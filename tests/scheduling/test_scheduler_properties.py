@@ -76,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sampled_from([frozenset(), frozenset(), frozenset([2])]),
         salt=st.sampled_from([0, 0, 0, 1]),
         priority=st.integers(0, 2),
+        client=st.sampled_from(["", "", "a", "b"]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         copies=st.sampled_from([1, 1, 1, 4]),
         regex=st.sampled_from([None, None, "a*"]),  # some requests have a grammar
@@ -87,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos: frozenset[int],
         salt: int,
         priority: int,
+        client: str,
         prompt_logprobs: int | None,
         copies: int,
         regex: str | None,
@@ -100,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache_salt=str(salt),
                 seed=salt,
                 priority=priority,
+                client=client,
             )
             if len(prompt) >= self.context_length or len(prompt) > self.pool_tokens:
                 with pytest.raises(ValueError, match=f"^prompt has {len(prompt)} tokens"):

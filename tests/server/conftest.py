@@ -39,6 +39,7 @@ class Call(NamedTuple):
     params: SamplingParams
     cache_salt: str
     priority: int
+    client: str
 
 
 class StartServer(Protocol):
@@ -89,8 +90,9 @@ class ScriptedEngine:
         request_id: str,
         cache_salt: str = "",
         priority: int = 0,
+        client: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        self.calls.append(Call(request_id, prompt_ids, params, cache_salt, priority))
+        self.calls.append(Call(request_id, prompt_ids, params, cache_salt, priority, client))
         if self.error is not None:
             raise self.error
         processor = OutputProcessor(self.tokenizer, request_id, len(prompt_ids), params)
