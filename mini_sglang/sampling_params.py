@@ -201,8 +201,8 @@ def _validate_grammar(params: SamplingParams) -> None:
         if not params.choice:
             raise FieldError("choice", "must hold at least one string")
         for text in params.choice:
-            if not isinstance(text, str) or not text:
-                raise FieldError("choice", f"must hold strings that are not empty, got {shorten(text)}")
+            if not isinstance(text, str) or not _is_utf8(text):
+                raise FieldError("choice", f"must hold strings of whole characters, got {shorten(text)}")
         _require_length("choice", sum(map(len, params.choice)))
     if params.response_format is not None:
         _validate_response_format(params.response_format)
@@ -234,6 +234,11 @@ def _validate_json_schema(named: object) -> None:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FieldError("response_format", f"must hold a schema of JSON values: {error}") from error
     _require_length("response_format", length)
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether no half of a surrogate pair is in it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _require_length(name: str, length: int) -> None:
