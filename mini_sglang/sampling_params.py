@@ -230,10 +230,25 @@ def _validate_json_schema(named: object) -> None:
             raise FieldError("response_format", f"must have true or false as json_schema.strict, got {shorten(item)}")
     try:
         length = len(json.dumps(named["schema"]))
-        msgspec.msgpack.encode(named["schema"])  # the engine process must be able to get it
+        try:
+            msgspec.msgpack.encode(named["schema"])  # the engine process must be able to get it
+        except OverflowError:
+            named["schema"] = _with_integers_that_fit(named["schema"])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FieldError("response_format", f"must hold a schema of JSON values: {error}") from error
     _require_length("response_format", length)
+
+
+def _with_integers_that_fit(value: Any) -> Any:
+    """JSON with floats for the integers beyond 64 bits, such as JavaScript makes of bounds that it rounds.
+
+    Raises OverflowError if no float is as large, RecursionError.
+    """
+    if isinstance(value, dict):
+        return {key: _with_integers_that_fit(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_integers_that_fit(item) for item in value]
+    return float(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value
 
 
 def _is_utf8(text: str) -> bool:

@@ -7,6 +7,7 @@ with one matcher per request. Knows no engine: callers decide when to compile an
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 from collections import OrderedDict
@@ -34,7 +35,13 @@ _CACHED_GRAMMARS = 64
 _WHITE_SPACE = r"[ ]|\n[ ]{0,16}"
 # A mask takes microseconds to milliseconds; a grammar that needs more per token than these is refused, or ends its
 # answer with an error.
-_LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
+_LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000,
+    max_lexer_states=50_000,
+    max_items_in_row=20_000,  # four for each optional property
+    verbose_errors=False,
+)
+_TRIALS = 6
 _JSON_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
 _LONGEST_ENDING = 256  # tokens: an ending is looked for from here to the limit
 _ANY_TEXT = r"/(.|\n)*/"
@@ -90,12 +97,27 @@ class Matcher:
         mask: bytes = self._matcher.compute_bitmask()
         self._check()
         if not any(mask):
-            raise FieldError(self._field, "allows no token of this model here")
+            raise FieldError(self._field, "cannot be followed: it allows no token of this model here")
         if self._tokens_left <= self._next_look and not self._ending:
             self._look_for_ending()
         if self._numbers is not None:
             mask = self._numbers.apply(mask)
         return (1 << self._ending.pop(0)).to_bytes(len(mask), "little") if self._ending else mask
+
+    def ramble(self, rng: random.Random, num_tokens: int) -> None:
+        """Take this many tokens at random, then a short way to the end. Raises FieldError if the grammar cannot go on.
+
+        The answer cannot be gone on with afterwards.
+        """
+        for _ in range(num_tokens):
+            if self.is_finished:
+                return
+            allowed = int.from_bytes(self.mask(), "little")
+            first = rng.randrange(allowed.bit_length())
+            ahead = allowed >> first << first
+            self.advance((ahead & -ahead).bit_length() - 1)
+        self._finder.find(self._matcher, _LONGEST_ENDING)
+        self._check()
 
     def _look_for_ending(self) -> None:
         """Take the way to the end if there is little more room than it takes.
@@ -165,14 +187,36 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
-            Matcher(compiled, field, self._finder, max_tokens=1 << 31).mask()  # raises what is wrong with it
+            compiled = self._compile(params, field)
             with self._lock:
                 self._compiled[key] = compiled
                 if len(self._compiled) > self._num_cached:
                     self._compiled.popitem(last=False)
         is_json = params.response_format is not None or params.tool_grammar is not None
         return Matcher(compiled.deep_copy(), field, self._finder, max_tokens, self._digits if is_json else None)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise FieldError if the grammar does not compile, or fails in one of a few answers.
+
+        They are the same ones each time. llguidance does the most of its work in the middle of answers, and ends the
+        one in which a limit is reached or that has come to where nothing fits.
+        """
+        field = error_field(params)
+        for turn in range(_TRIALS):
+            trial = self.compile(params)
+            try:
+                trial.ramble(random.Random(turn), turn * 4)
+            except FieldError as error:
+                raise FieldError(field, error.problem) from None
+
+    def _compile(self, params: SamplingParams, field: str) -> LLMatcher:
+        compiled = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
+        try:
+            Matcher(compiled, field, self._finder, max_tokens=1 << 31).mask()  # raises what is wrong with it
+        except FieldError:
+            _grammars(params, blame=True)  # in words, if a schema is at fault
+            raise
+        return compiled
 
     def _source(self, params: SamplingParams) -> str:
         """In llguidance's own format: a list of grammars, of which the first may refer to the others by name."""
@@ -230,11 +274,10 @@ def grammar_key(params: SamplingParams) -> bytes:
     return msgspec.msgpack.encode(only)
 
 
-def _grammars(params: SamplingParams) -> list[Json]:
-    """Entries of llguidance's list of grammars. Raises FieldError."""
-    if params.tool_grammar is not None:
-        return [_prepared(entry) for entry in json.loads(params.tool_grammar)]
-    return [_prepared(_answer_entry(params))]
+def _grammars(params: SamplingParams, *, blame: bool = False) -> list[Json]:
+    """Entries of llguidance's list of grammars. Raises FieldError; with `blame` for all schemas that cannot be used."""
+    entries = [_answer_entry(params)] if params.tool_grammar is None else json.loads(params.tool_grammar)
+    return [_prepared(entry, blame) for entry in entries]
 
 
 def _answer_entry(params: SamplingParams) -> Json:
@@ -257,7 +300,7 @@ def _answer_entry(params: SamplingParams) -> Json:
         raise _refusal("ebnf", str(error)) from error
 
 
-def _prepared(entry: Json) -> Json:
+def _prepared(entry: Json, blame: bool) -> Json:
     """An entry as llguidance takes it. Raises FieldError for a schema that cannot be followed."""
     name = {"name": entry["name"]} if "name" in entry else {}
     if "json_schema" not in entry:
@@ -269,7 +312,7 @@ def _prepared(entry: Json) -> Json:
         return {**name, **grammar}
     tool = entry.get("tool")
     try:
-        schema = followable(entry["json_schema"], strict=entry["strict"])
+        schema = followable(entry["json_schema"], strict=entry["strict"], blame=blame)
     except (SchemaError, RecursionError) as error:
         problem = "the schema is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if tool is None:
@@ -302,9 +345,17 @@ def _escaped(character: str) -> str:
     return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
 
 
+_TOO_LARGE = re.compile(r"too (many|large|complex)|fuel|limit|items; max|states")
+_NOTHING_FITS = re.compile(r"NoExtension|no tokens? (are )?allowed")
+
+
 def _refusal(field: str, reason: str) -> FieldError:
-    """llguidance's reason in one line, without what only helps its developers."""
+    """llguidance's reason in one line, in words where it is about its own workings."""
     reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    if _TOO_LARGE.search(reason) and "regex parse error" not in reason:
+        return FieldError(field, "cannot be followed: it makes too large a grammar; make it smaller")
+    if _NOTHING_FITS.search(reason):
+        return FieldError(field, "cannot be followed: it leads to where nothing fits")
     return FieldError(field, f"cannot be followed: {shorten(reason, 300)[1:-1]}")
 
 

@@ -58,12 +58,17 @@ class SchemaError(ValueError):
         super().__init__(f'property "{shorten(path, 120)[1:-1]}": {problem}' if path else problem)
 
 
-def followable(schema: Schema, *, strict: bool) -> Json:
+def followable(schema: Schema, *, strict: bool, blame: bool = False) -> Json:
     """A schema that a grammar holds in all its keywords. Raises SchemaError.
 
-    What no grammar can hold is refused if `strict`, and otherwise left out.
+    What no grammar can hold is refused if `strict`, and otherwise left out. With `blame` the result is tried, and if no
+    grammar can be made of it, the error names the part that is at fault; without, it is left to be found out.
     """
-    return _Preparation(schema, strict).result()
+    preparation = _Preparation(schema, strict)
+    prepared = preparation.result()
+    if blame and _problem_of(prepared):
+        preparation.blame(prepared.get("$defs", {}))
+    return prepared
 
 
 class _Preparation:
@@ -85,8 +90,6 @@ class _Preparation:
             definitions[name] = self._schema(schema, path, 0)
         whole: Json = {**_as_object(prepared), "$defs": definitions} if definitions else _as_object(prepared)
         self._refuse_loops(whole)
-        if _problem_of(whole):
-            self._blame(definitions)
         return whole
 
     def _schema(self, schema: Schema, path: str, depth: int) -> Schema:
@@ -375,7 +378,7 @@ class _Preparation:
         if edges:
             raise SchemaError("", f"$ref {shorten(paths[min(edges)])} refers to itself, with nothing in between")
 
-    def _blame(self, definitions: Mapping[str, Schema]) -> None:
+    def blame(self, definitions: Mapping[str, Schema]) -> None:
         """Raise SchemaError for the innermost part of which no grammar can be made."""
         for path, node in self._nodes[:2000]:
             alone = {**node, "$defs": definitions} if definitions else node
@@ -464,7 +467,7 @@ def _says_nothing(keyword: str, given: Json) -> bool:
         case "not":
             return value is False
         case "contains":
-            return given.get("minContains") == 0 and "maxContains" not in given
+            return bool(given.get("minContains") == 0) and "maxContains" not in given
         case "if":
             return "then" not in given and "else" not in given
         case "propertyNames":
@@ -474,9 +477,9 @@ def _says_nothing(keyword: str, given: Json) -> bool:
         case "unevaluatedProperties":
             return value is True or value == {} or _is_plain(given)
         case "unevaluatedItems":
-            return value is True or value == {} or "maxItems" in given or given.get("items") is False
+            return value is True or value == {} or given.get("items") is False
         case "dependentRequired" | "dependentSchemas" | "dependencies":
-            return value == {}
+            return bool(value == {})
     return False
 
 
@@ -576,7 +579,7 @@ def _keywords(node: Json) -> str:
 
 def _at(node: Any, pointer: str) -> Any:
     """The part that a JSON pointer leads to; None if there is none."""
-    for token in filter(None, [pointer.lstrip("/")]) and pointer.lstrip("/").split("/"):
+    for token in pointer.split("/")[1:]:
         key = unquote(token).replace("~1", "/").replace("~0", "~")
         if isinstance(node, dict):
             node = node.get(key)
