@@ -28,6 +28,8 @@ def bounds_of(given: Json) -> Json:
         bounds = _limits(given, is_integer)
     if "multipleOf" in given:
         bounds["multipleOf"] = _multiple(given["multipleOf"])
+        # or it would have digits without end, of which few ends are multiples
+        bounds = {"minimum": -_LARGEST_NUMBER, "maximum": _LARGEST_NUMBER, **bounds}
     return bounds
 
 
