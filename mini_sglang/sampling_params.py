@@ -201,8 +201,8 @@ def _validate_grammar(params: SamplingParams) -> None:
         if not params.choice:
             raise FieldError("choice", "must hold at least one string")
         for text in params.choice:
-            if not isinstance(text, str) or not text:
-                raise FieldError("choice", f"must hold strings that are not empty, got {shorten(text)}")
+            if not isinstance(text, str) or not _is_utf8(text):
+                raise FieldError("choice", f"must hold strings of whole characters, got {shorten(text)}")
         _require_length("choice", sum(map(len, params.choice)))
     if params.response_format is not None:
         _validate_response_format(params.response_format)
@@ -230,10 +230,30 @@ def _validate_json_schema(named: object) -> None:
             raise FieldError("response_format", f"must have true or false as json_schema.strict, got {shorten(item)}")
     try:
         length = len(json.dumps(named["schema"]))
-        msgspec.msgpack.encode(named["schema"])  # the engine process must be able to get it
+        try:
+            msgspec.msgpack.encode(named["schema"])  # the engine process must be able to get it
+        except OverflowError:
+            named["schema"] = _with_integers_that_fit(named["schema"])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FieldError("response_format", f"must hold a schema of JSON values: {error}") from error
     _require_length("response_format", length)
+
+
+def _with_integers_that_fit(value: Any) -> Any:
+    """JSON with floats for the integers beyond 64 bits, such as JavaScript makes of bounds that it rounds.
+
+    Raises OverflowError if no float is as large, RecursionError.
+    """
+    if isinstance(value, dict):
+        return {key: _with_integers_that_fit(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_integers_that_fit(item) for item in value]
+    return float(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether no half of a surrogate pair is in it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _require_length(name: str, length: int) -> None:

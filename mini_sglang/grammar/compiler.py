@@ -7,9 +7,11 @@ with one matcher per request. Knows no engine: callers decide when to compile an
 from __future__ import annotations
 
 import json
+import random
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.grammar.closing import EndingFinder
+from mini_sglang.grammar.digits import DigitLimit, NumberBound
+from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import Json, SamplingParams
 
 if TYPE_CHECKING:  # importing transformers takes a second
@@ -31,7 +35,14 @@ _CACHED_GRAMMARS = 64
 _WHITE_SPACE = r"[ ]|\n[ ]{0,16}"
 # A mask takes microseconds to milliseconds; a grammar that needs more per token than these is refused, or ends its
 # answer with an error.
-_LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
+_LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000,
+    max_lexer_states=50_000,
+    max_items_in_row=20_000,  # four for each optional property
+    verbose_errors=False,
+)
+_TRIALS = 6
+_JSON_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
 _LONGEST_ENDING = 256  # tokens: an ending is looked for from here to the limit
 _ANY_TEXT = r"/(.|\n)*/"
 
@@ -54,12 +65,15 @@ class Matcher:
     """How far one answer has followed its grammar. Belongs to one thread at a time.
 
     An answer of at most `max_tokens` is brought to its end before it would be cut off, if a way there is found: so
-    that it is all that its grammar asks for, though some of it may be empty.
+    that it is all that its grammar asks for, though some of it may be empty. With `digits`, numbers are bounded.
     """
 
-    def __init__(self, matcher: LLMatcher, field: str, finder: EndingFinder, max_tokens: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, field: str, finder: EndingFinder, max_tokens: int, digits: DigitLimit | None = None
+    ) -> None:
         self._matcher = matcher
         self._field = field
+        self._numbers = None if digits is None else NumberBound(digits)
         self._finder = finder
         self._tokens_left = max_tokens
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
@@ -70,6 +84,8 @@ class Matcher:
     def advance(self, token_id: int) -> None:
         """Take in the next token of the answer. Raises FieldError if the grammar cannot go on."""
         self._matcher.consume_token(token_id)
+        if self._numbers is not None:
+            self._numbers.advance(token_id)
         self._tokens_left -= 1
         self._check()
 
@@ -81,10 +97,27 @@ class Matcher:
         mask: bytes = self._matcher.compute_bitmask()
         self._check()
         if not any(mask):
-            raise FieldError(self._field, "allows no token of this model here")
+            raise FieldError(self._field, "cannot be followed: it allows no token of this model here")
         if self._tokens_left <= self._next_look and not self._ending:
             self._look_for_ending()
+        if self._numbers is not None:
+            mask = self._numbers.apply(mask)
         return (1 << self._ending.pop(0)).to_bytes(len(mask), "little") if self._ending else mask
+
+    def ramble(self, rng: random.Random, num_tokens: int) -> None:
+        """Take this many tokens at random, then a short way to the end. Raises FieldError if the grammar cannot go on.
+
+        The answer cannot be gone on with afterwards.
+        """
+        for _ in range(num_tokens):
+            if self.is_finished:
+                return
+            allowed = int.from_bytes(self.mask(), "little")
+            first = rng.randrange(allowed.bit_length())
+            ahead = allowed >> first << first
+            self.advance((ahead & -ahead).bit_length() - 1)
+        self._finder.find(self._matcher, _LONGEST_ENDING)
+        self._check()
 
     def _look_for_ending(self) -> None:
         """Take the way to the end if there is little more room than it takes.
@@ -132,9 +165,10 @@ class GrammarCompiler:
         if not vocabulary.eos_token_ids:
             raise ValueError(NO_END_TOKEN)
         self._special = {vocabulary.tokens[token_id]: token_id for token_id in vocabulary.special_token_ids}
-        wrapper = TokenizerWrapper(_TokenTable(vocabulary, encode or self._greedy))
+        wrapper = TokenizerWrapper(_TokenTable(vocabulary, encode or self._greedy, self._greedy))
         self._tokenizer = LLTokenizer(wrapper, eos_token=vocabulary.eos_token_ids)
         self._finder = EndingFinder(vocabulary.tokens, vocabulary.eos_token_ids)
+        self._digits = DigitLimit(vocabulary.tokens)
         self._num_cached = num_cached
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -153,33 +187,61 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
-            Matcher(compiled, field, self._finder, max_tokens=1 << 31).mask()  # raises what is wrong with it
+            compiled = self._compile(params, field)
             with self._lock:
                 self._compiled[key] = compiled
                 if len(self._compiled) > self._num_cached:
                     self._compiled.popitem(last=False)
-        return Matcher(compiled.deep_copy(), field, self._finder, max_tokens)
+        is_json = params.response_format is not None or params.tool_grammar is not None
+        return Matcher(compiled.deep_copy(), field, self._finder, max_tokens, self._digits if is_json else None)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise FieldError if the grammar does not compile, or fails in one of a few answers.
+
+        They are the same ones each time. llguidance does the most of its work in the middle of answers, and ends the
+        one in which a limit is reached or that has come to where nothing fits.
+        """
+        field = error_field(params)
+        for turn in range(_TRIALS):
+            trial = self.compile(params)
+            try:
+                trial.ramble(random.Random(turn), turn * 4)
+            except FieldError as error:
+                raise FieldError(field, error.problem) from None
+
+    def _compile(self, params: SamplingParams, field: str) -> LLMatcher:
+        compiled = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
+        try:
+            Matcher(compiled, field, self._finder, max_tokens=1 << 31).mask()  # raises what is wrong with it
+        except FieldError:
+            _grammars(params, blame=True)  # in words, if a schema is at fault
+            raise
+        return compiled
 
     def _source(self, params: SamplingParams) -> str:
         """In llguidance's own format: a list of grammars, of which the first may refer to the others by name."""
-        body = _body(params)
-        if params.grammar_after is None:
-            return json.dumps({"grammars": [body]})
-        marker = self._special.get(params.grammar_after.encode())
-        lines = [
-            "start: head BETWEEN @answer",
-            f"head[lazy]: ANY {_quoted(params.grammar_after)}" if marker is None else f"head: ANY <[{marker}]>",
-            f"ANY: {_ANY_TEXT}",
-            r"BETWEEN: /[ \n]{0,4}/",
-        ]
-        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {"name": "answer", **body}]})
+        grammars = _grammars(params)
+        if params.grammar_after is not None:
+            marker = self._special.get(params.grammar_after.encode())
+            lines = [
+                "start: head BETWEEN @answer",
+                f"head[lazy]: ANY {_quoted(params.grammar_after)}" if marker is None else f"head: ANY <[{marker}]>",
+                f"ANY: {_ANY_TEXT}",
+                r"BETWEEN: /[ \n]{0,4}/",
+            ]
+            grammars = [{"lark_grammar": "\n".join(lines)}, {**grammars[0], "name": "answer"}, *grammars[1:]]
+        return json.dumps({"grammars": grammars})
 
 
 class _TokenTable:
     """The vocabulary under the names that llguidance looks for."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, encode: Callable[[str], list[int]], greedy: Callable[[str], list[int]]
+    ) -> None:
+        special = [vocabulary.tokens[token_id].decode(errors="replace") for token_id in vocabulary.special_token_ids]
+        self._special = re.compile("|".join(map(re.escape, filter(None, special))) or r"(?!)")
+        self._greedy = greedy  # for text that spells a special token, which must not become one
         self.tokens = vocabulary.tokens
         self.special_token_ids = vocabulary.special_token_ids
         self.eos_token_id = vocabulary.eos_token_ids[0]
@@ -189,7 +251,7 @@ class _TokenTable:
     def __call__(self, text: str) -> list[int]:
         if isinstance(text, bytes):  # asked once, to find out that strings it must be
             raise TypeError("a tokenizer takes strings")
-        return self._encode(text)
+        return self._greedy(text) if self._special.search(text) else self._encode(text)
 
 
 def error_field(params: SamplingParams) -> str:
@@ -212,37 +274,61 @@ def grammar_key(params: SamplingParams) -> bytes:
     return msgspec.msgpack.encode(only)
 
 
-def _body(params: SamplingParams) -> Json:
-    """One entry of llguidance's list of grammars."""
+def _grammars(params: SamplingParams, *, blame: bool = False) -> list[Json]:
+    """Entries of llguidance's list of grammars. Raises FieldError; with `blame` for all schemas that cannot be used."""
+    entries = [_answer_entry(params)] if params.tool_grammar is None else json.loads(params.tool_grammar)
+    return [_prepared(entry, blame) for entry in entries]
+
+
+def _answer_entry(params: SamplingParams) -> Json:
+    """The form of an answer that is no call: a grammar, or a schema and whether it is strict. For `_prepared`."""
     if params.response_format is not None:
-        return {"json_schema": _schema_of(params.response_format)}
+        named = params.response_format.get("json_schema", {"schema": {"type": "object"}})
+        return {"json_schema": named["schema"], "strict": bool(named.get("strict"))}
     if params.regex is not None:
+        if len(params.regex) - len(params.regex.rstrip("\\")) & 1:  # it would escape what comes after the pattern
+            raise FieldError("regex", "cannot be followed: it ends in a backslash that escapes nothing")
         pattern = regex_to_lark(params.regex, "d")  # \d is 0 to 9, not any digit of Unicode
         return {"lark_grammar": f"start: ANSWER\nANSWER: /{pattern}/"}
     if params.choice is not None:
-        return {"lark_grammar": "start: " + " | ".join(map(_quoted, params.choice))}
-    if params.ebnf is not None:
-        try:
-            return {"lark_grammar": any_to_lark(params.ebnf)}
-        except Exception as error:  # the converter raises Exception itself for much of what it does not understand
-            raise _refusal("ebnf", str(error)) from error
-    return {"lark_grammar": params.tool_grammar}
+        return {"lark_grammar": "start: " + " | ".join(map(_spelled, params.choice))}
+    if params.ebnf is None:
+        raise ValueError("the sampling parameters hold no grammar of an answer")
+    try:
+        return {"lark_grammar": any_to_lark(params.ebnf)}
+    except Exception as error:  # the converter raises Exception itself for much of what it does not understand
+        raise _refusal("ebnf", str(error)) from error
 
 
-def _schema_of(response_format: Json) -> Json:
-    if response_format["type"] == "json_object":
-        return _with_options({"type": "object"}, strict=True)
-    named = response_format["json_schema"]
-    return _with_options(named["schema"], strict=bool(named.get("strict")))
+def _prepared(entry: Json, blame: bool) -> Json:
+    """An entry as llguidance takes it. Raises FieldError for a schema that cannot be followed."""
+    name = {"name": entry["name"]} if "name" in entry else {}
+    if "json_schema" not in entry:
+        grammar = {"lark_grammar": entry["lark_grammar"]}
+        if "field" in entry:  # tried alone, so that an error is not said to be of the tools
+            alone = LLMatcher(LLTokenizer("byte"), json.dumps({"grammars": [grammar]}), log_level=0, limits=_LIMITS)
+            if alone.is_error():
+                raise _refusal(entry["field"], alone.get_error())
+        return {**name, **grammar}
+    tool = entry.get("tool")
+    try:
+        schema = followable(entry["json_schema"], strict=entry["strict"], blame=blame)
+    except (SchemaError, RecursionError) as error:
+        problem = "the schema is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if tool is None:
+            raise FieldError("response_format", f"cannot be followed: {problem}") from None
+        raise FieldError("tools", f'cannot be followed: tool "{tool}": {problem}') from None
+    if tool is not None:
+        schema = _object_alone(schema)
+    return {**name, "json_schema": {**schema, "x-guidance": _JSON_OPTIONS}}
 
 
-def _with_options(schema: Mapping[str, Any], *, strict: bool) -> Json:
-    """A schema with llguidance's options in it, in place of what a caller may have put there.
-
-    Unless it is strict, as OpenAI calls it, what cannot be held to (`uniqueItems`, …) is left to the model.
-    """
-    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict, "coerce_one_of": not strict}
-    return {**schema, "x-guidance": options}
+def _object_alone(schema: Json) -> Json:
+    """A schema of a tool's arguments, of which only objects are left."""
+    if schema.get("type") == "object":
+        return schema
+    definitions = schema.pop("$defs", None)
+    return {"type": "object", "allOf": [schema], **({} if definitions is None else {"$defs": definitions})}
 
 
 def _quoted(text: str) -> str:
@@ -250,9 +336,26 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _spelled(text: str) -> str:
+    """Any text, as a regular expression of a Lark grammar: its strings have no escapes for some characters."""
+    return _quoted(text) if text.isprintable() else f"/{''.join(map(_escaped, text))}/"
+
+
+def _escaped(character: str) -> str:
+    return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
+
+
+_TOO_LARGE = re.compile(r"too (many|large|complex)|fuel|limit|items; max|states")
+_NOTHING_FITS = re.compile(r"NoExtension|no tokens? (are )?allowed")
+
+
 def _refusal(field: str, reason: str) -> FieldError:
-    """llguidance's reason in one line, without what only helps its developers."""
+    """llguidance's reason in one line, in words where it is about its own workings."""
     reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    if _TOO_LARGE.search(reason) and "regex parse error" not in reason:
+        return FieldError(field, "cannot be followed: it makes too large a grammar; make it smaller")
+    if _NOTHING_FITS.search(reason):
+        return FieldError(field, "cannot be followed: it leads to where nothing fits")
     return FieldError(field, f"cannot be followed: {shorten(reason, 300)[1:-1]}")
 
 
@@ -278,12 +381,16 @@ def tool_call_grammar(
     *,
     parallel: bool = True,
     free_text: bool = False,
+    strict: Collection[str] = (),
+    answer: SamplingParams | None = None,
 ) -> str:
     """A grammar of one call, or with `parallel` of one or more, of functions with the schemas of their arguments.
 
-    With `free_text` the model may say anything before the first marker, or may say anything and call nothing. Markers
-    that are special tokens of the model are those tokens. For `SamplingParams.tool_grammar`. Raises ValueError if there
-    is no function, or no marker that could end the free text.
+    What no grammar can hold is refused for the functions of `strict`, and left to the model for others. With
+    `free_text` the model may say anything before the first marker, or may say anything and call nothing. With `answer`
+    it calls at once, or says what the grammar of `answer` allows. Markers that are special tokens of the model are
+    those tokens. For `SamplingParams.tool_grammar`. Raises FieldError if there is no function, ValueError if there is
+    no marker that could end the free text.
     """
     if not functions:
         raise FieldError("tools", "must hold at least one function")
@@ -295,7 +402,7 @@ def tool_call_grammar(
     opening = _marker(syntax.begin + syntax.call_begin, special)
     if free_text and not opening:
         raise ValueError("free text before a call needs a marker where it ends, and this syntax has none")
-    lines = [f"ANY: {_ANY_TEXT}"]
+    lines = [f"ANY: {_ANY_TEXT}"] if free_text else []
     if free_text and opening[0].startswith("<"):
         opening = ["ANY", *opening]
     elif free_text:
@@ -305,13 +412,18 @@ def tool_call_grammar(
         opening = ["head", *_marker(text[len(trigger) :], special), *opening[1:]]
     more = ["(", *separator, *call_begin, "call", *call_end, ")*"] if parallel else []
     calls = [*(opening if free_text else [*begin, *call_begin]), "call", *call_end, *more, *end]
-    lines.append(" ".join(["start:", *calls, *(["| ANY"] if free_text else [])]))
+    others = ["| ANY"] if free_text else ["| @text"] if answer is not None else []
+    lines.append(" ".join(["start:", *calls, *others]))
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
+    entries: list[Json] = []
     for index, (name, schema) in enumerate(functions.items()):
         before = f'{{"name": {_quoted(name)}, "{syntax.arguments_key}": '
-        arguments = json.dumps(_with_options(schema or {"type": "object"}, strict=False))
-        lines.append(f"call_{index}: {_quoted(before)} %json {arguments} {_quoted('}')}")
-    return "\n".join(lines)
+        lines.append(f"call_{index}: {_quoted(before)} @arguments_{index} {_quoted('}')}")
+        schema = {"type": "object"} if schema is None else schema
+        entries.append({"name": f"arguments_{index}", "json_schema": schema, "strict": name in strict, "tool": name})
+    if answer is not None:
+        entries.append({"name": "text", "field": answer.grammar_field, **_answer_entry(answer)})
+    return json.dumps([{"lark_grammar": "\n".join(lines)}, *entries])
 
 
 def _marker(text: str, special: Mapping[str, int]) -> list[str]:

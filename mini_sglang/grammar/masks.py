@@ -58,20 +58,19 @@ class GrammarMasks:
         return len(self._constraints)
 
     def check(self, params: SamplingParams) -> None:
-        """Wait until the grammar is compiled. Raises FieldError if it cannot be."""
-        self._compile(self._loading_compiler(), params, max_tokens=1)
+        """Wait until the grammar is compiled and tried. Raises FieldError if it cannot be followed."""
+        self._load_for(self._loading_compiler(), params).check(params)
 
     def _loading_compiler(self) -> Future[GrammarCompiler]:
         if self._compiler is None:
             self._compiler = self._compiling.submit(self._load)
         return self._compiler
 
-    def _compile(self, loading: Future[GrammarCompiler], params: SamplingParams, max_tokens: int) -> Matcher:
+    def _load_for(self, loading: Future[GrammarCompiler], params: SamplingParams) -> GrammarCompiler:
         try:
-            compiler = loading.result()
+            return loading.result()
         except (ValueError, OSError) as error:
             raise unsupported(params, str(error)) from error
-        return compiler.compile(params, max_tokens)
 
     def add(self, request_id: str, params: SamplingParams, max_tokens: int) -> None:
         """Begin to compile the grammar of a request, whose answer has at most `max_tokens`, and its first mask."""
@@ -79,7 +78,9 @@ class GrammarMasks:
         constraint.due = self._compiling.submit(self._begin, self._loading_compiler(), constraint)
 
     def _begin(self, loading: Future[GrammarCompiler], constraint: _Constraint) -> bytes:
-        constraint.matcher = self._compile(loading, constraint.params, constraint.max_tokens)
+        constraint.matcher = self._load_for(loading, constraint.params).compile(
+            constraint.params, constraint.max_tokens
+        )
         return constraint.matcher.mask()
 
     def advance(self, request_id: str, token_id: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import Json
@@ -108,13 +108,21 @@ def _joined(run: Sequence[Message]) -> Message:
     )
 
 
+def _describes_object(schema: Json) -> Json:
+    types = schema.get("type")
+    if types is not None and "object" not in (types if isinstance(types, list) else [types]):
+        raise ValueError(f"must describe an object, got a schema of type {shorten(types)}")
+    return schema
+
+
+ParameterSchema = Annotated[Json, AfterValidator(_describes_object)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Body):
     name: ToolName
     description: str | None = None
-    parameters: Json | None = None  # a JSON schema; none: there are no parameters
+    parameters: ParameterSchema | None = None  # a JSON schema; none: there are no parameters
     strict: bool | None = None  # calls are held to the schema by a grammar
 
 

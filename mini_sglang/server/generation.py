@@ -325,7 +325,7 @@ async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerat
             async for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
                     if output.field_error is not None:
-                        raise invalid(output.field_error, job.body.field_names, code=None)
+                        raise invalid(output.field_error, job.body.field_names, code=None) from output.field_error
                     raise ApiError(500, output.error or "the engine could not go on with this request")
                 yield _without_answer(output) if is_only_echo else output
     except FieldError as error:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.scheduling.scheduler import SchedulerStats
 
@@ -26,6 +27,7 @@ _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
+_REFUSED = "refused"  # a request whose own value is at fault, such as a grammar: no error of the server's
 
 
 class ServerMetrics:
@@ -50,11 +52,12 @@ class ServerMetrics:
         self._generated_tokens = counter("generation_tokens", "Tokens generated, as answers count them")
         ended = Counter(
             f"{PREFIX}request_success",
-            "Requests that ended, by reason; abort: the client left or asked for it",
+            "Requests that ended, by reason; abort: the client left or asked for it; refused: the request was at fault",
             ["finished_reason", *labels],
             registry=registry,
         )
-        self._ended = {reason: ended.labels(reason.value, model_name) for reason in FinishReason}  # 0 from the start
+        reasons = [*(reason.value for reason in FinishReason), _REFUSED]
+        self._ended = {reason: ended.labels(reason, model_name) for reason in reasons}  # 0 from the start
         self._ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token", _SECONDS)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a request", _TOKEN_SECONDS)
         self._token_time = histogram(
@@ -74,15 +77,15 @@ class ServerMetrics:
     async def watch(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs and count them. A request whose consumer leaves early counts as aborted."""
         request = _Progress(start=time.perf_counter())
-        reason = FinishReason.ABORT
+        reason: str = FinishReason.ABORT
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     self._count(request, output)
                     reason = output.finish_reason or reason
                     yield output
-        except Exception:
-            reason = FinishReason.ERROR
+        except Exception as error:
+            reason = _REFUSED if isinstance(error.__cause__ or error, FieldError) else FinishReason.ERROR
             raise
         finally:
             self._count_end(request, reason)
@@ -109,7 +112,7 @@ class ServerMetrics:
         self._queue.observe(queued_s)
         self._prefill.observe(max(now - request.start - queued_s, 0.0))
 
-    def _count_end(self, request: _Progress, reason: FinishReason) -> None:
+    def _count_end(self, request: _Progress, reason: str) -> None:
         self._ended[reason].inc()
         self._e2e.observe(
             (request.latest if reason in _ANSWERED and request.tokens else time.perf_counter()) - request.start

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -69,7 +70,7 @@ async def read_object(request: Request) -> Json:
 def decode_object(data: bytes) -> Json:
     """Decode a JSON body that must be an object. Raises ApiError 400."""
     try:
-        value = msgspec.json.decode(data)
+        value = _decode(data)
     except RecursionError:
         raise ApiError(400, "the body is not acceptable JSON: nested too deeply", code="invalid_json") from None
     except ValueError as error:
@@ -118,6 +119,28 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect:
         raise ClientDisconnected from None
     return b"".join(chunks)
+
+
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+
+
+def _decode(data: bytes) -> Any:
+    """Decode strict JSON. Of the numbers beyond all floats it takes those that bound others in a schema, as 1.8e308."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        return msgspec.json.decode(json.dumps(_with_finite_bounds(json.loads(data)), allow_nan=False))
+
+
+def _with_finite_bounds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: math.copysign(sys.float_info.max, item)
+            if key in _BOUNDS and isinstance(item, float) and math.isinf(item)
+            else _with_finite_bounds(item)
+            for key, item in value.items()
+        }
+    return [_with_finite_bounds(item) for item in value] if isinstance(value, list) else value
 
 
 def _explain(data: bytes, reason: str) -> ApiError:

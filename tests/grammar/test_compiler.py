@@ -132,7 +132,6 @@ def test_only_a_strict_schema_must_be_followed_in_all_its_keywords(compiler: Gra
         (json_schema({"$ref": "https://example.com/x.json"}), "^response_format cannot be followed: .*example.com"),
         (json_schema({"$ref": "file:///etc/passwd"}), "^response_format cannot be followed"),
         (json_schema({"type": "nonsense"}), "^response_format cannot be followed"),
-        (SamplingParams(tool_grammar='start: %json {"type": "nonsense"}'), "^tools cannot be followed"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(
@@ -152,7 +151,7 @@ def test_what_cannot_be_followed_is_refused_by_name(
         ({"ebnf": "x" * (1 << 19)}, "ebnf may take at most 262144 characters, got 524288"),
         ({"choice": []}, "choice must hold at least one string"),
         ({"choice": "red"}, "choice must be a list"),
-        ({"choice": ["red", ""]}, "choice must hold strings that are not empty"),
+        ({"choice": ["red", "\ud800"]}, "choice must hold strings of whole characters"),
         ({"choice": ["x" * (1 << 19)]}, "choice may take at most"),
         ({"regex": "a", "choice": ["a"]}, "regex cannot be combined with choice"),
         ({"regex": "a", "allowed_token_ids": [1]}, "regex cannot be combined with allowed_token_ids"),
@@ -168,7 +167,7 @@ def test_what_cannot_be_followed_is_refused_by_name(
             "response_format must hold a schema",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 10**40}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 10**400}}}},
             "response_format must",
         ),
     ],

@@ -60,7 +60,7 @@ def metrics(client: httpx.Client) -> dict[str, float]:
 
 
 def ended(counted: dict[str, float]) -> dict[str, float]:
-    reasons = ("stop", "length", "abort", "error")
+    reasons = ("stop", "length", "abort", "error", "refused")
     return {reason: counted[f'request_success_total{{finished_reason="{reason}"}}'] for reason in reasons}
 
 
@@ -76,12 +76,12 @@ def ask(client: httpx.Client, chance: random.Random, leaves: bool) -> Seen:
         body |= {"regex": "(", "ignore_eos": False}
     if not leaves and chance.random() < 0.4:
         response = client.post("/generate", json=body)
-        return Seen("error") if response.status_code == 400 else seen_in([response.json()])
+        return Seen("refused") if response.status_code == 400 else seen_in([response.json()])
     abort_after = chance.randint(1, 20) if chance.random() < 0.4 else None
     events: list[dict[str, Any]] = []
     with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
         if response.status_code == 400:
-            return Seen("error")
+            return Seen("refused")
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 events.append(json.loads(line.removeprefix("data: ")))

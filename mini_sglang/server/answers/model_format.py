@@ -6,6 +6,7 @@ answers may consist of. An `AnswerParser` reads one answer. Knows no HTTP and no
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Sequence
@@ -111,19 +112,16 @@ class AnswerRules:
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """Let markers be shown as text, and hold calls to a grammar if the request wants that.
 
-        Raises FieldError for a combination that is not supported.
+        Where both tools and the form of the answer are given, the model calls, or answers in that form; if it must
+        call, it calls. Raises FieldError.
         """
         texts = self._notation.markers if self._notation is not None else ()
         reasoning = self.model_format.markers
         texts += (reasoning.opening, reasoning.closing) if reasoning is not None else ()
         ids = map(self.model_format.tokenizer.special_token_id, texts)
         params = msgspec.structs.replace(params, shown_special_ids=[i for i in ids if i is not None])
-        if self.body.offered_tools and params.grammar_field is not None:
-            raise FieldError(
-                params.grammar_field, "cannot be combined with tools; tool_choice none leaves them out", "tools"
-            )
-        if self._notation is not None and self._has_grammar:
-            params = msgspec.structs.replace(params, tool_grammar=self._grammar(self._notation))
+        if self._notation is not None and (self._has_grammar or params.is_constrained):
+            params = self._with_calls(params, self._notation)
         if params.is_constrained and self.in_reasoning and self.model_format.markers is not None:
             params = msgspec.structs.replace(params, grammar_after=self.model_format.markers.closing)
         return params
@@ -159,16 +157,22 @@ class AnswerRules:
         has_marker = self._notation is not None and self._notation.opening is not None
         return self._must_call or (has_marker and any(tool.function.strict for tool in self._callable))
 
-    def _grammar(self, notation: CallNotation) -> str:
-        if (size := sum(len(msgspec.json.encode(tool.for_template())) for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
+    def _with_calls(self, params: SamplingParams, notation: CallNotation) -> SamplingParams:
+        """The same parameters with a grammar of calls, and of what the answer may be instead."""
+        if (size := sum(len(json.dumps(tool.for_template())) for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
             raise FieldError("tools", f"may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got {size}")
-        return tool_call_grammar(
+        answer = params if params.is_constrained and not self._must_call else None
+        grammar = tool_call_grammar(
             {tool.function.name: self._schema(tool) for tool in self._callable},
             notation.syntax,
             self.model_format.tokenizer,
             parallel=self.body.parallel_tool_calls is not False,
-            free_text=not self._must_call,
+            free_text=not self._must_call and answer is None,
+            strict=[tool.function.name for tool in self._callable if tool.function.strict],
+            answer=answer,
         )
+        no_other = dict.fromkeys(("response_format", "regex", "ebnf", "choice"))
+        return msgspec.structs.replace(params, tool_grammar=grammar, **no_other)
 
     def _schema(self, tool: Tool) -> Json | None:
         """The schema of a tool's arguments. It refuses undeclared properties, unless the tool allows them itself."""

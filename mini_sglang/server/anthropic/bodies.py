@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mini_sglang.errors import FieldError
 from mini_sglang.sampling_params import Json
 from mini_sglang.server import chat, fields
 from mini_sglang.server.bodies import SAMPLING_FIELDS, Body
@@ -92,7 +93,7 @@ class ToolDefinition(Body):
     type: Literal["custom"] | None = None
     name: chat.ToolName
     description: str | None = None
-    input_schema: Json
+    input_schema: chat.ParameterSchema
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -171,6 +172,8 @@ class PromptBody(Body):
         thinks = self.thinking is not None and self.thinking.type == "adaptive"
         last = self.messages[-1]
         choice = self.tool_choice
+        if choice is not None and choice.type == "any" and not self.tools:
+            raise FieldError("tool_choice", "any needs tools to choose from")
         return chat.TemplateBody(
             continue_final_message=last.role == "assistant" and not any(last.blocks(ToolUseBlock)),
             chat_template_kwargs={"enable_thinking": thinks, **(self.chat_template_kwargs or {})},

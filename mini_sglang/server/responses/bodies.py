@@ -122,7 +122,7 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: chat.ToolName
     description: str | None = None
-    parameters: RepeatedObject | None = None
+    parameters: Annotated[chat.ParameterSchema, BeforeValidator(_not_deep)] | None = None
     strict: bool | None = None
 
     def for_chat(self) -> chat.Tool:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mini_sglang.config import ServerConfig
-from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.model_format import ModelFormat
@@ -41,12 +40,20 @@ def compiler(builtin_tokenizer: Tokenizer) -> GrammarCompiler:
 def fits(compiler: GrammarCompiler, builtin_tokenizer: Tokenizer) -> Fits:
     """`fits(text, parser, **fields of the body)` → whether an answer may be this text and nothing else."""
 
-    def fits(text: str, parser: str = "hermes", *, prompt: str = "", reasoning: str = "none", **fields: Any) -> bool:
+    def fits(
+        text: str,
+        parser: str = "hermes",
+        *,
+        prompt: str = "",
+        reasoning: str = "none",
+        form: SamplingParams | None = None,
+        **fields: Any,
+    ) -> bool:
         config = ServerConfig(tool_call_parser=parser, reasoning_parser=reasoning)  # type: ignore[arg-type]
         rules = ModelFormat.of(builtin_tokenizer, config).rules(
             TemplateBody(**fields), QUESTION, builtin_tokenizer.encode(prompt)
         )
-        params = rules.constrain(SamplingParams())
+        params = rules.constrain(form or SamplingParams())
         params.validate(builtin_tokenizer.vocab_size)
         if not params.is_constrained:
             return True
@@ -124,10 +131,26 @@ def test_every_parser_can_be_named_by_its_option() -> None:
         ServerConfig(tool_call_parser="xml")  # type: ignore[arg-type]
 
 
-def test_one_grammar_for_an_answer(builtin_tokenizer: Tokenizer) -> None:
-    rules = ModelFormat.of(builtin_tokenizer, ServerConfig()).rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
-    with pytest.raises(FieldError, match="regex cannot be combined with tools"):
-        rules.constrain(SamplingParams(regex="a+"))
+def test_with_a_form_for_the_answer_too_the_model_calls_or_answers_in_that_form(
+    builtin_tokenizer: Tokenizer, fits: Fits
+) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    typed = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for form, text in (
+        ({"regex": "a+"}, "aaa"),
+        ({"response_format": typed}, '{"n": 5}'),
+        ({"choice": ["a\n"]}, "a\n"),
+    ):
+        for tool in (GET_TIME, STRICT):
+            both = {"tools": [tool], "form": SamplingParams(**form)}
+            assert fits(HERMES_TIME, **both)
+            assert fits(text, **both)
+            assert not fits("What else?", **both)
+            assert not fits(f"{text}{HERMES_TIME}", **both)
+            assert fits(HERMES_TIME, **both, tool_choice="required")
+            assert not fits(text, **both, tool_choice="required")
+            assert not fits(HERMES_TIME, **both, tool_choice="none")
+            assert fits(text, **both, tool_choice="none")
 
 
 def test_tools_without_need_of_a_grammar_have_none(builtin_tokenizer: Tokenizer) -> None:
