@@ -74,7 +74,8 @@ ALLOWED: dict[str, set[str]] = {
         "text",
         "weights",
     },
-    "llm": {"config", "engine", "errors", "outputs", "sampling_params", "text", "weights"},
+    "turns": set(),
+    "llm": {"config", "engine", "errors", "outputs", "sampling_params", "text", "turns", "weights"},
     "verify": {"config", "llm", "model_config", "sampling_params", "text.tokenizer", "weights"},
     "chat": {"llm", "outputs", "sampling_params"},
     "bench": {
