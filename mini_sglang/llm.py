@@ -25,7 +25,7 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.conversation import template_messages
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
-from mini_sglang.turns import Turns, interrupt_deferred
+from mini_sglang.turns import Turns, signals_deferred
 from mini_sglang.weights.hub import find_model
 
 Prompt = str | Sequence[int]
@@ -65,11 +65,12 @@ class LLM:
             print(output.text, output.usage)
 
     Any thread may call it, several at once: their requests run in the same steps. Within an iteration of a stream other
-    calls may be made too; a signal handler that interrupts a step gets a RuntimeError.
+    calls may be made too; one from a signal handler that interrupts a step is a RuntimeError.
 
-    Ctrl-C or another exception during a call ends that call's requests and leaves the model usable. Where an exception
-    other than the first Ctrl-C tears a step apart (a signal handler's, a second Ctrl-C), the requests of all calls end
-    with an error, and the prefix cache is lost; with `tp` of 2 or more, the model is closed.
+    Ctrl-C or another exception during a call ends that call's requests and leaves the model usable. SIGINT, SIGALRM and
+    SIGTERM are handled between steps. An exception that tears a step apart all the same (a second Ctrl-C, the handler
+    of another signal) ends the requests of all calls with an error, and the prefix cache is lost; with `tp` of 2 or
+    more, the model is closed.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
@@ -165,7 +166,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model. Calling it twice is fine; no other method may follow, and calls under way end in an error."""
-        with interrupt_deferred(), self._turns.turn():
+        with signals_deferred(), self._turns.turn():
             if self._closed is None:
                 self._closed = "this LLM was closed"
                 self._left.extend(self._running)
@@ -258,8 +259,8 @@ class LLM:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the engine for the block, in which no Ctrl-C comes. Raises ValueError once it is closed."""
-        with interrupt_deferred(), self._turns.turn():
+        """Have the engine for the block, in which no signal's handler runs. Raises ValueError once it is closed."""
+        with signals_deferred(), self._turns.turn():
             if self._closed is not None:
                 raise ValueError(self._closed)
             try:

@@ -1,4 +1,4 @@
-"""Who may use an engine now: one thread at a time, in the order in which they ask, and no signal in between.
+"""Who may use an engine now: one thread at a time, in the order in which they ask, and no signal amid a step.
 
 Knows nothing of what is done in a turn.
 """
@@ -46,27 +46,33 @@ class Turns:
             self._inside.discard(thread)
 
 
-@contextlib.contextmanager
-def interrupt_deferred() -> Iterator[None]:
-    """Hold a Ctrl-C back until the block is left, since an interrupted step loses the requests that it serves.
+_DEFERRED = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)  # whose handlers often raise
 
-    A second one is not held back: that is for a step that hangs.
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C, timers and SIGTERM until the block is left, since a step that their handlers interrupt is lost.
+
+    A second Ctrl-C is not held back: that is for a step that hangs.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # no Python handler that could raise runs here
+    if threading.current_thread() is not threading.main_thread():  # which alone runs handlers
+        yield
         return
-    received: list[tuple[int, FrameType | None]] = []
+    handlers = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
+    received: dict[int, FrameType | None] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
-        if received:
-            handler(number, frame)
-        received.append((number, frame))
+        if number == signal.SIGINT and number in received:
+            handlers[signal.SIGINT](number, frame)
+        received[number] = frame
 
-    signal.signal(signal.SIGINT, note)
+    for number in handlers:
+        signal.signal(number, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if received:
-            handler(*received[0])
+        with contextlib.ExitStack() as handled:  # each of them, although one may raise
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+                if number in received:
+                    handled.callback(handler, number, received[number])

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"kernels"},
     "layers": {"attention.base", "kernels.interface", "model_config", "parallel", "weights.tensor"},
     "models": {"kernels.interface", "layers", "model_config", "weights.tensor"},
-    "weights": {"config", "model_config"},
+    "weights": {"config", "errors", "model_config"},
     "execution": {
         "attention",
         "child_process",
