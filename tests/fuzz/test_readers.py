@@ -49,7 +49,7 @@ def damaged(content: bytes, damage: tuple[Damage, int]) -> bytes:
     return bytes(changed[: damage[1]])
 
 
-def says_why(error: Exception, path: Path) -> None:
+def says_why(error: Exception) -> None:
     assert len(str(error)) > 10
     assert len(str(error)) < 5000
 
@@ -63,16 +63,16 @@ def read_gguf(path: Path) -> None:
         file = GGUFFile(path)
         tensors = open_gguf(file, config_from_gguf(file))
         for tensor in tensors.values():
-            if 0 < len(tensor.shape) and sum(tensor.shape) < MOST_READ:
+            if tensor.shape and sum(tensor.shape) < MOST_READ:
                 tensor.dense()
                 tensor.blocks()
     except (ValueError, FileNotFoundError) as error:
-        says_why(error, path)
+        says_why(error)
     try:
         tokenizer = load_tokenizer(source)
         tokenizer.decode(tokenizer.encode("Hello, wörld 12"))
     except (ValueError, FileNotFoundError) as error:
-        says_why(error, path)
+        says_why(error)
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +201,7 @@ def read_safetensors(folder: Path) -> None:
         for tensor in open_safetensors(folder).values():
             tensor.dense()
     except (ValueError, FileNotFoundError) as error:
-        says_why(error, folder)
-        assert "tokenizer" not in str(error)
+        says_why(error)
 
 
 def test_damaged_safetensors(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -289,7 +288,7 @@ def test_made_up_configs(tmp_path: Path) -> None:
             config = load_model_config(source)
             assert config.num_layers >= 1
         except (ValueError, FileNotFoundError) as error:
-            says_why(error, tmp_path)
+            says_why(error)
 
     nested = b'{"model_type": ' + b"[" * 100_000
     check({"config.json": nested, "tokenizer_config.json": {}, "tokenizer.json": {}, "generation_config.json": {}})
