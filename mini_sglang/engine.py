@@ -227,6 +227,21 @@ class Engine:
         """Drop every cached page that no running request holds; returns how many."""
         return self.scheduler.flush_cache()
 
+    def reset(self) -> None:
+        """Forget all requests, without outputs, and all cached pages: for when an exception tore a step apart.
+
+        Not for engines with several ranks: the others may be in the middle of a step that nobody will finish.
+        """
+        if self._observer is not None:
+            self._observer.ended_all(FinishReason.ABORT)
+        if self._masks is not None:
+            self._masks.close()
+            self._masks = None
+        self._inflight.clear()
+        self._arrived_s.clear()
+        self._queued_s.clear()
+        self.scheduler = Scheduler(self.config)
+
     def start_trace(self, num_steps: int | None = None) -> None:
         """Trace this process (rank 0) until `stop_trace`, or for `num_steps` steps, into a file in `profile_dir`.
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_SIZE = 2**31 - 1  # of any one number: more is a damaged file, and would only fail later, out of memory
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -78,6 +81,8 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value > (most := MOST_LAYERS if name == "num_layers" else MOST_SIZE):
+                raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
@@ -102,4 +107,4 @@ def stretched_length(trained_length: int, scaling: RopeScaling | None) -> int:
     """The usable context length. Checkpoints with yarn often keep the trained length in `max_position_embeddings`."""
     if scaling is None or scaling.kind != "yarn":
         return trained_length
-    return max(trained_length, int(scaling.original_context_length * scaling.factor))
+    return max(trained_length, int(min(scaling.original_context_length * scaling.factor, 2.0 * MOST_SIZE)))

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"kernels"},
     "layers": {"attention.base", "kernels.interface", "model_config", "parallel", "weights.tensor"},
     "models": {"kernels.interface", "layers", "model_config", "weights.tensor"},
-    "weights": {"config", "model_config"},
+    "weights": {"config", "errors", "model_config"},
     "execution": {
         "attention",
         "child_process",
@@ -74,7 +74,8 @@ ALLOWED: dict[str, set[str]] = {
         "text",
         "weights",
     },
-    "llm": {"config", "engine", "errors", "outputs", "sampling_params", "text", "weights"},
+    "turns": set(),
+    "llm": {"config", "engine", "errors", "outputs", "sampling_params", "text", "turns", "weights"},
     "verify": {"config", "llm", "model_config", "sampling_params", "text.tokenizer", "weights"},
     "chat": {"llm", "outputs", "sampling_params"},
     "bench": {

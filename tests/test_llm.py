@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mini_sglang import LLM, FinishReason, RequestOutput, SamplingParams
-from tests.tiny import Checkpoints
+from tests.tiny import Checkpoints, until
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in REFERENCE["cases"]}
@@ -155,7 +156,11 @@ def test_logprobs_come_one_per_token(llm: LLM) -> None:
 
 BAD_PROMPTS = [
     ("", "prompt must hold at least one token"),
-    ([], "prompts must not be empty"),
+    (b"Hi", "prompt must be a string or a list of token ids, got b'Hi'"),
+    (bytearray(b"Hi"), "prompt must be a string or a list of token ids"),
+    (memoryview(b"Hi"), "prompt must be a string or a list of token ids"),
+    ([b"Hi"], "prompt must be a string or a list of token ids, got b'Hi'"),
+    (["Hi", b"Ho"], r"prompts\[1\] must be a string or a list of token ids, got b'Ho'"),
     ([""], "prompt must hold at least one token"),
     ([[]], "prompt must hold at least one token"),
     (["Hi", ""], r"prompts\[1\] must hold at least one token"),
@@ -276,6 +281,238 @@ def test_it_works_in_another_thread(llm: LLM) -> None:
     assert outputs[0].text == " Paris."
 
 
+def test_no_prompts_have_no_outputs(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llm.generate([]) == llm.generate([], []) == llm.generate(()) == []
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ValueError, match="sampling_params must be one for all or one for each of 0 prompts, got 1"):
+        llm.generate([], [greedy(1)])
+
+
+def test_threads_are_served_in_the_same_steps(llm: LLM) -> None:
+    prompts = [CONTRACT, "1, 2, 3,", "Monday, Tuesday,", "a, b, c, d,"]
+    alone = [llm.generate(prompt, greedy(8), progress=False)[0].text for prompt in prompts]
+    before = llm.engine.stats().num_steps
+    together = threading.Barrier(len(prompts))
+
+    def ask(prompt: str) -> list[str]:
+        together.wait()
+        streamed = "".join(output.text_delta for output in llm.stream(prompt, greedy(8)))
+        return [streamed, *(llm.generate(prompt, greedy(8), progress=False)[0].text for _ in range(2))]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(ask, prompts))
+    assert answers == [[text] * 3 for text in alone]
+    assert llm.engine.stats().num_steps - before < 3 * 8 * len(prompts)
+    assert llm.generate(CONTRACT, greedy(2), progress=False)[0].text == " Paris."
+
+
+def test_a_stream_of_one_thread_may_be_read_and_left_in_another(llm: LLM) -> None:
+    stream = llm.stream(CONTRACT, greedy(500, ignore_eos=True))
+    first = next(stream).text_delta
+    with ThreadPoolExecutor(1) as pool:
+        assert [first, pool.submit(next, stream).result().text_delta] == [" Paris", "."]
+        pool.submit(stream.close).result()
+    assert not llm.engine.has_work
+
+
+def test_a_failed_call_harms_no_other_thread(llm: LLM) -> None:
+    whole = llm.generate(CONTRACT, greedy(12), progress=False)[0].text
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(llm.generate, [CONTRACT] * 3, greedy(12), progress=False)
+        for prompts in (["Hi", ""], [b"Hi"], ["Hi", [1, 49152]]):
+            bad: Any = prompts
+            with pytest.raises(ValueError, match="prompt"):
+                llm.generate(bad, greedy(2), progress=False)
+        assert [output.text for output in kept.result()] == [whole] * 3
+
+
+def test_a_call_from_inside_a_step_is_an_error_and_no_deadlock(llm: LLM, interrupts: None) -> None:
+    """A signal handler runs between two bytecodes of whatever the thread is doing."""
+    found: list[object] = []
+
+    def call_again(*_: object) -> None:
+        try:
+            found.append(llm.generate(CONTRACT, greedy(1), progress=False))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    signal.signal(signal.SIGUSR1, call_again)
+    step = llm.engine.step
+
+    def step_and_signal() -> Any:
+        if not found:
+            signal.raise_signal(signal.SIGUSR1)
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "step", step_and_signal)
+        [output] = llm.generate(CONTRACT, greedy(2), progress=False)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert output.text == " Paris."
+    assert len(found) == 1
+    assert "inside a step" in str(found[0])
+
+
+def test_a_stream_collected_as_garbage_inside_a_step_ends(llm: LLM) -> None:
+    streams = [llm.stream(CONTRACT, greedy(500, ignore_eos=True))]
+    next(streams[0])
+    step = llm.engine.step
+
+    def step_and_collect() -> Any:
+        streams.clear()
+        stats = llm.engine.stats()
+        assert stats.num_running + stats.num_waiting == 2, "an abort in the middle of a step"
+        patch.undo()
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "step", step_and_collect)
+        [output] = llm.generate("1, 2, 3,", greedy(3), progress=False)
+    assert output.usage.completion_tokens == 3
+    assert not llm.engine.has_work
+
+
+class Alarm(Exception):
+    """What a caller's signal handler raises."""
+
+
+def raise_alarm(*_: object) -> None:
+    raise Alarm("time is up")
+
+
+class Torn(BaseException):
+    """What no step survives, as a second Ctrl-C."""
+
+
+def test_an_exception_that_tears_a_step_apart_leaves_the_model_usable(llm: LLM) -> None:
+    """Wherever it comes: other calls are told, no page is lost, answers stay right."""
+    expected = llm.generate(CONTRACT, greedy(5), progress=False)[0].text
+
+    def tear(*_: object) -> None:
+        raise Torn("no more")
+
+    def generate_long(timer: threading.Timer) -> None:
+        timer.start()
+        llm.generate(["Once", "Twice", "Thrice"], greedy(500, ignore_eos=True), progress=False)
+
+    before = signal.signal(signal.SIGUSR2, tear)
+    errors = []
+    try:
+        for delay_ms in range(1, 61, 6):
+            other = llm.stream("1, 2, 3,", greedy(4, ignore_eos=True))
+            next(other)
+            timer = threading.Timer(delay_ms / 1000, os.kill, (os.getpid(), signal.SIGUSR2))
+            with pytest.raises(Torn):
+                generate_long(timer)
+            timer.join()
+            *_, last = other
+            assert last.finished
+            errors.append(last.error)
+            llm.engine.check()
+            stats = llm.engine.stats()
+            assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
+            assert llm.generate(CONTRACT, greedy(5), progress=False)[0].text == expected
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert "a step was torn apart by Torn: no more" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM, signal.SIGTERM])
+def test_a_signal_at_any_moment_ends_its_call_alone(llm: LLM, number: signal.Signals) -> None:
+    before = signal.signal(number, raise_alarm)
+
+    def generate_for_ever(timer: threading.Timer) -> None:
+        timer.start()
+        while True:
+            llm.generate(["Once upon a time"] * 2, greedy(3, ignore_eos=True), progress=False)
+
+    try:
+        for delay_ms in range(1, 40, 4):
+            timer = threading.Timer(delay_ms / 1000, os.kill, (os.getpid(), number))
+            other = llm.stream(CONTRACT, greedy(3))
+            pieces = [next(other).text_delta]
+            with pytest.raises(Alarm):
+                generate_for_ever(timer)
+            timer.join()
+            stats = llm.engine.stats()
+            assert stats.num_running + stats.num_waiting <= 1, "the interrupted call's requests are still there"
+            pieces += [output.text_delta for output in other]
+            assert "".join(pieces) == " Paris.\n\n"
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_exception_of_the_reader_ends_its_stream(llm: LLM) -> None:
+    def read() -> None:
+        for _ in llm.stream(CONTRACT, greedy(500, ignore_eos=True)):
+            raise Alarm
+
+    with pytest.raises(Alarm):
+        read()
+    assert not llm.engine.has_work
+
+
+def test_salts_keep_prefixes_apart(llm: LLM) -> None:
+    prompt = "Salt and pepper, sugar and spice. " * 10
+
+    def cached(salt: str) -> int:
+        return llm.generate(prompt, greedy(1), cache_salt=salt, progress=False)[0].usage.cached_tokens
+
+    llm.engine.flush_cache()
+    assert (cached("a"), cached("b")) == (0, 0)
+    assert cached("a") == cached("b") > 0
+    outputs = llm.generate([prompt] * 2, greedy(1), cache_salt=["a", "c"], progress=False)
+    assert [output.usage.cached_tokens > 0 for output in outputs] == [True, False]
+    [streamed] = llm.stream(prompt, greedy(1), cache_salt="b")
+    assert streamed.usage.cached_tokens > 0
+
+
+def test_smaller_priorities_run_first(checkpoints: Checkpoints) -> None:
+    settings = {"num_pages": 16, "num_threads": 1, "max_running_requests": 1, "schedule": "priority"}
+    with LLM(str(checkpoints.write("llama").path), **settings) as other:
+        outputs = other.generate([[5, 6]] * 3, greedy(4), priority=[2, -1, 1], progress=False)
+        last = [output.new_token_times[-1] for output in outputs]
+        assert sorted(range(3), key=last.__getitem__) == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"priority": 1.5}, "priority must be an integer of 32 bits, got 1.5"),
+        ({"priority": True}, "priority must be an integer"),
+        ({"priority": 2**31}, "priority must be an integer of 32 bits"),
+        ({"priority": [1, 2]}, "priority must be one for all or one for each of 1 prompts, got 2"),
+        ({"cache_salt": 5}, "cache_salt must be a string"),
+        ({"cache_salt": b"a"}, "cache_salt must be a string"),
+        ({"cache_salt": "a" * 257}, "cache_salt must be a string of at most 256 characters"),
+    ],
+)
+def test_a_bad_priority_or_salt_is_named(llm: LLM, fields: dict[str, Any], message: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    for call in (
+        lambda: llm.generate(CONTRACT, greedy(1), progress=False, **fields),
+        lambda: llm.chat(messages, greedy(1), progress=False, **fields),
+        lambda: next(llm.stream(CONTRACT, greedy(1), **fields)),
+        lambda: next(llm.stream_chat(messages, greedy(1), **fields)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not llm.engine.has_work
+
+
+def test_a_chat_takes_content_in_parts(llm: LLM) -> None:
+    plain: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2+2?"},
+    ]
+    parts: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}], "name": None},
+    ]
+    [first], [second] = (llm.chat(messages, greedy(4), progress=False) for messages in (plain, parts))
+    assert (first.token_ids, first.usage.prompt_tokens) == (second.token_ids, second.usage.prompt_tokens)
+
+
 def test_the_progress_bar_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([CONTRACT] * 2, greedy(1))
     captured = capsys.readouterr()
@@ -289,6 +526,20 @@ def test_a_closed_model_refuses_work_and_closes_twice(checkpoints: Checkpoints) 
     other.close()
     with pytest.raises(ValueError, match="closed"):
         other.generate([5], greedy(1), progress=False)
+
+
+def test_closing_ends_the_calls_under_way(checkpoints: Checkpoints) -> None:
+    other = LLM(str(checkpoints.write("llama").path), num_pages=64, num_threads=1)
+    stream = other.stream([5, 6], greedy(60, ignore_eos=True))
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(other.generate, [[5]] * 8, greedy(60, ignore_eos=True), progress=False)
+        until(lambda: other.engine.stats().num_running > 1)
+        other.close()
+        with pytest.raises(ValueError, match="this LLM was closed"):
+            call.result()
+    with pytest.raises(ValueError, match="this LLM was closed"):
+        next(stream)
 
 
 def test_two_models_live_side_by_side(llm: LLM, checkpoints: Checkpoints) -> None:

@@ -72,6 +72,12 @@ class EngineObserver:
             if not self._live:  # nothing may follow for a long time
                 self._log.flush()
 
+    def ended_all(self, reason: FinishReason) -> None:
+        """All requests ended, and no launched step will be read."""
+        for request_id in list(self._live):
+            self.ended(request_id, reason)
+        self._unread.clear()
+
     def phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:
         """Time a phase of step number `step`: a context manager around it."""
         if self._log is None and self.tracer is None:

@@ -154,17 +154,35 @@ class Tokenizer:
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """The tokenizer of a checkpoint, with its chat template and all of its end tokens.
 
-    Raises FileNotFoundError if there is none, ValueError if it is damaged or of a kind that is not supported.
+    Raises FileNotFoundError if there is none, ValueError if it is damaged or of a kind that is not supported, or if a
+    file that holds more than the tokenizer (a GGUF file, config.json) is damaged as a whole, which it says then.
     """
     try:
-        return _from_gguf(source.path) if source.kind == "gguf" else _from_folder(source.path)
+        if source.kind == "gguf":
+            metadata = GGUFFile(source.path).metadata
+            end_ids, load = gguf_end_token_ids(metadata), functools.partial(_from_gguf, metadata)
+        else:
+            end_ids, load = end_token_ids(source.path), functools.partial(_from_folder, source.path)
+    except ValueError as error:
+        raise ValueError(f"model {source.name!r}: {error}") from error
+    try:
+        return Tokenizer(load(), end_ids)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"model {source.name!r}: {error}") from error
     except Exception as error:  # the libraries raise plain Exception for malformed files
-        raise ValueError(f"model {source.name!r}: the tokenizer in {source.path} cannot be loaded: {error}") from error
+        raise _cannot_be_loaded(source, error) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, for which pyo3 has no name that could be imported
+            raise
+        raise _cannot_be_loaded(source, error) from error
 
 
-def _from_folder(folder: Path) -> Tokenizer:
+def _cannot_be_loaded(source: ModelSource, error: BaseException) -> ValueError:
+    problem = f"{type(error).__name__}: {error}" if isinstance(error, (KeyError, TypeError, AttributeError)) else error
+    return ValueError(f"model {source.name!r}: the tokenizer in {source.path} cannot be loaded: {problem}")
+
+
+def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
     if (folder / "tokenizer.json").is_file():
         loader: Any = PreTrainedTokenizerFast  # takes tokenizer.json as it is; AutoTokenizer may rebuild parts of it
     elif any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
@@ -176,19 +194,17 @@ def _from_folder(folder: Path) -> Tokenizer:
     tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{type(tokenizer).__name__} has no fast form, which is needed")
-    return Tokenizer(tokenizer, end_token_ids(folder))
+    return tokenizer
 
 
-def _from_gguf(path: Path) -> Tokenizer:
-    metadata = GGUFFile(path).metadata
+def _from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     backend = TokenizerBackend.from_str(json.dumps(tokenizer_json(metadata), ensure_ascii=False))
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=chat_templates(metadata),
         clean_up_tokenization_spaces=False,
         **special_tokens(metadata),
     )
-    return Tokenizer(tokenizer, gguf_end_token_ids(metadata))
 
 
 def _refuse_surrogates(field: str, text: str) -> None:

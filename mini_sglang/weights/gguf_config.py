@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, stretched_length
+from mini_sglang.errors import shorten
+from mini_sglang.model_config import (
+    MOST_LAYERS,
+    MOST_SIZE,
+    ExpertsConfig,
+    ModelConfig,
+    RopeScaling,
+    stretched_length,
+)
 from mini_sglang.weights.gguf_file import GGUFFile
 
 # GGUF metadata names one end token; chat models have more. These texts end a turn or a document in the model families
@@ -49,28 +57,28 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ValueError(f"GGUF expert_count {experts.num_experts} is not supported for architecture {architecture!r}")
     if architecture == "olmo2" and (window := keys.optional("attention.sliding_window", 0)):  # so it is an OLMo 3
         raise ValueError(f"GGUF attention.sliding_window {window} is not supported for architecture {architecture!r}")
-    hidden_size, num_heads = int(keys.required("embedding_length")), keys.head_count("attention.head_count")
-    num_layers = int(keys.required("block_count"))
-    head_dim = int(keys.optional("attention.key_length", hidden_size // num_heads))
+    hidden_size, num_heads = keys.size("embedding_length"), keys.head_count("attention.head_count")
+    num_layers = keys.size("block_count", most=MOST_LAYERS)
+    head_dim = keys.size("attention.key_length", hidden_size // num_heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.optional(name, head_dim) != head_dim:
             raise ValueError(f"GGUF {name} {keys.optional(name, head_dim)} must equal the head size {head_dim}")
-    trained_length = int(keys.required("context_length"))
+    trained_length = keys.size("context_length")
     rope_scaling = _rope_scaling(keys, head_dim, trained_length)
     embedding = file.tensors.get("token_embd.weight")
     return ModelConfig(
         # llama.cpp stores Mistral and Mixtral as kinds of Llama
         architecture="mixtral" if architecture == "llama" and experts else _RENAMED.get(architecture, architecture),
-        vocab_size=embedding.shape[0] if embedding else len(file.metadata.get("tokenizer.ggml.tokens", [])),
+        vocab_size=embedding.shape[0] if embedding else len(metadata_list(file.metadata, "tokenizer.ggml.tokens")),
         hidden_size=hidden_size,
-        intermediate_size=int(keys.required("feed_forward_length")),
+        intermediate_size=keys.size("feed_forward_length"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=keys.head_count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         context_length=stretched_length(trained_length, rope_scaling),
-        rms_norm_eps=_as_written(keys.required("attention.layer_norm_rms_epsilon")),
-        rope_theta=_as_written(keys.optional("rope.freq_base", 10000.0)),
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=keys.number("rope.freq_base", 10000.0),
         rope_scaling=rope_scaling,
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
@@ -99,24 +107,40 @@ class _Keys:
     def optional(self, name: str, default: Any) -> Any:
         return self.file.metadata.get(f"{self._prefix}.{name}", default)
 
+    def size(self, name: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
+        """An integer between 1 and `most`; without a default the key must be there."""
+        return self._checked_size(name, self.required(name) if default is None else self.optional(name, default), most)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0, as it was written; without a default the key must be there."""
+        value = self.required(name) if default is None else self.optional(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"GGUF {self._prefix}.{name} must be a finite number above 0, got {shorten(value)}")
+        return _as_written(value)
+
     def head_count(self, name: str, default: int | None = None) -> int:
         value = self.required(name) if default is None else self.optional(name, default)
-        counts = set(value) if isinstance(value, list) else {value}
-        if len(counts) != 1:
-            raise ValueError(f"GGUF {name} differs between layers, which is not supported: {value}")
-        count = int(counts.pop())
-        if count < 1:
-            raise ValueError(f"GGUF {name} must be at least 1, got {count}")
-        return count
+        counts = value if isinstance(value, list) else [value]
+        if any(count != counts[0] for count in counts):
+            raise ValueError(f"GGUF {name} differs between layers, which is not supported: {shorten(str(value))}")
+        return self._checked_size(name, counts[0] if counts else None, MOST_SIZE)
+
+    def _checked_size(self, name: str, value: object, most: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"GGUF {self._prefix}.{name} must be an integer of at least 1, got {shorten(value)}")
+        if value > most:
+            raise ValueError(f"GGUF {self._prefix}.{name} must be at most {most}, got {shorten(value)}")
+        return value
 
 
 def _experts(keys: _Keys) -> ExpertsConfig:
     """The mixture of experts: a layer with a router has them; weights are normalised unless the file says otherwise."""
-    routers = {layer: f"blk.{layer}.ffn_gate_inp.weight" for layer in range(int(keys.required("block_count")))}
+    layers = range(keys.size("block_count", most=MOST_LAYERS))
+    routers = {layer: f"blk.{layer}.ffn_gate_inp.weight" for layer in layers}
     return ExpertsConfig(
-        num_experts=int(keys.required("expert_count")),
-        experts_per_token=int(keys.required("expert_used_count")),
-        intermediate_size=int(keys.optional("expert_feed_forward_length", keys.required("feed_forward_length"))),
+        num_experts=keys.size("expert_count"),
+        experts_per_token=keys.size("expert_used_count"),
+        intermediate_size=keys.size("expert_feed_forward_length", keys.size("feed_forward_length")),
         normalize_weights=bool(keys.optional("expert_weights_norm", True)),
         dense_layers=frozenset(layer for layer, router in routers.items() if router not in keys.file.tensors),
     )
@@ -129,34 +153,49 @@ def _as_written(value: float) -> float:
 
 def gguf_end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     """All end tokens of a GGUF file: those that the metadata name, and control tokens whose text is an end token's."""
-    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
+    named = {kind: metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
+    for kind, token_id in named.items():
+        if not isinstance(token_id, (int, type(None))):
+            raise ValueError(f"GGUF tokenizer.ggml.{kind}_token_id must be an integer, got {shorten(token_id)}")
+    tokens, kinds = (metadata_list(metadata, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     typed = enumerate(zip(tokens, kinds, strict=False))
     by_text = [i for i, (text, kind) in typed if kind == _CONTROL_TOKEN and text in END_TOKEN_TEXTS]
-    return frozenset(int(token_id) for token_id in [*named, *by_text] if token_id is not None)
+    return frozenset(token_id for token_id in [*named.values(), *by_text] if token_id is not None)
+
+
+def metadata_list(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    """The list under `key`; empty if the key is absent. Raises ValueError for what is no list."""
+    value = metadata.get(key, [])
+    if not isinstance(value, list):
+        raise ValueError(f"GGUF {key} must be a list, got {shorten(value)}")
+    return value
 
 
 def _rope_scaling(keys: _Keys, head_dim: int, trained_length: int) -> RopeScaling | None:
     if "rope_freqs.weight" in keys.file.tensors:
-        theta = _as_written(keys.optional("rope.freq_base", 10000.0))
+        theta = keys.number("rope.freq_base", 10000.0)
         info = keys.file.tensors["rope_freqs.weight"]
+        if info.type.name != "F32" or info.shape != (head_dim // 2,):
+            raise ValueError(
+                f"GGUF rope_freqs.weight must hold {head_dim // 2} factors in F32, got {info.type.name} of {info.shape}"
+            )
         return llama3_scaling(keys.file.read(info).view(np.float32).reshape(-1), theta, head_dim)
     kind = keys.optional("rope.scaling.type", "none")
     if kind == "none":
         return None
-    factor = _as_written(keys.required("rope.scaling.factor"))
+    factor = keys.number("rope.scaling.factor")
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
     if kind != "yarn":
         raise ValueError(f"GGUF rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
     # llama.cpp multiplies its attn_factor with yarn's own magnitude; transformers' attention_factor is the product.
-    extra = float(keys.optional("rope.scaling.yarn_attn_factor", keys.optional("rope.scaling.attn_factor", 1.0)))
+    extra = keys.number("rope.scaling.yarn_attn_factor", keys.number("rope.scaling.attn_factor", 1.0))
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_context_length=int(keys.optional("rope.scaling.original_context_length", trained_length)),
-        beta_fast=_as_written(keys.optional("rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=_as_written(keys.optional("rope.scaling.yarn_beta_slow", 1.0)),
+        original_context_length=keys.size("rope.scaling.original_context_length", trained_length),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=None if extra == 1.0 else extra * (0.1 * math.log(factor) + 1.0),
     )
 

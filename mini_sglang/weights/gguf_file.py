@@ -19,6 +19,8 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 from gguf.gguf_reader import GGUFReader
 
+from mini_sglang.errors import shorten
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -43,7 +45,7 @@ class GGUFFile:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 reader = _HeaderReader(data, path)
                 self.metadata, self.tensors = reader.read()
-        if int(self.metadata.get("split.count", 1)) > 1:
+        if self.metadata.get("split.count", 1) not in (0, 1):
             raise ValueError(f"{path} is one part of a split GGUF; merge the parts first (llama-gguf-split --merge)")
         for tensor in self.tensors.values():
             if tensor.offset + tensor.num_bytes > size:
@@ -62,6 +64,7 @@ class GGUFFile:
 
 _SCALARS = {kind: np.dtype(scalar).newbyteorder("<") for kind, scalar in GGUFReader.gguf_scalar_to_np.items()}
 _VERSIONS = (2, 3)
+_MOST_DIMENSIONS = 4  # of GGML
 
 
 class _HeaderReader:
@@ -88,11 +91,19 @@ class _HeaderReader:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"{self._path}: general.alignment must be a positive integer, got {alignment!r}")
         start = -(-self._position // alignment) * alignment
-        return metadata, {entry[0]: self._tensor_info(*entry, start) for entry in raw}
+        tensors = {entry[0]: self._tensor_info(*entry, start) for entry in raw}
+        if len(tensors) < len(raw):
+            names = [entry[0] for entry in raw]
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise ValueError(f"{self._path} is damaged: it has two tensors named {shorten(twice)}")
+        return metadata, tensors
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
-        dimensions = [self._integer("<Q") for _ in range(self._integer("<I"))]
+        num_dimensions = self._integer("<I")
+        if num_dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"{self._path} is damaged: tensor {shorten(name)} has {num_dimensions} dimensions")
+        dimensions = [self._integer("<Q") for _ in range(num_dimensions)]
         return name, tuple(reversed(dimensions)), self._integer("<I"), self._integer("<Q")
 
     def _tensor_info(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> TensorInfo:
@@ -101,6 +112,11 @@ class _HeaderReader:
         except ValueError:
             raise ValueError(f"{self._path}: tensor {name} has the unknown type number {kind}") from None
         block_size, block_bytes = GGML_QUANT_SIZES[tensor_type]
+        if not shape or 0 in shape or shape[-1] % block_size:
+            raise ValueError(
+                f"{self._path} is damaged: tensor {name} of type {tensor_type.name} has the shape {list(shape)[:8]}, "
+                f"and rows must be whole blocks of {block_size}"
+            )
         return TensorInfo(name, shape, tensor_type, start + offset, math.prod(shape) // block_size * block_bytes)
 
     def _value(self, kind: GGUFValueType) -> Any:

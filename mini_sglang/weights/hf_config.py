@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_sglang.model_config import ExpertsConfig, ModelConfig, RopeScaling, stretched_length
+from mini_sglang.errors import shorten
+from mini_sglang.model_config import (
+    MOST_LAYERS,
+    MOST_SIZE,
+    ExpertsConfig,
+    ModelConfig,
+    RopeScaling,
+    stretched_length,
+)
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -60,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises FileNotFoundError, or ValueError naming the file if it does not hold one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -73,16 +82,27 @@ def _read_optional_json(path: Path) -> dict[str, Any]:
 
 def _tokenizer_eos_ids(folder: Path) -> list[int]:
     """The id of tokenizer_config.json's end token, which not every config.json repeats."""
-    settings = _read_optional_json(folder / "tokenizer_config.json")
+    path = folder / "tokenizer_config.json"
+    settings = _read_optional_json(path)
     token = settings.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if text is None:
         return []
-    added = {entry["content"]: int(token_id) for token_id, entry in settings.get("added_tokens_decoder", {}).items()}
-    if text not in added:
-        tokenizer = _read_optional_json(folder / "tokenizer.json")
-        added |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
-    return [added[text]] if text in added else []
+    if not isinstance(text, str):
+        raise ValueError(f"{path}: 'eos_token' must be a string, or hold one as 'content', got {shorten(token)}")
+    decoder = settings.get("added_tokens_decoder")
+    by_id = decoder if isinstance(decoder, dict) else {}
+    named = [int(key) for key, entry in by_id.items() if key.isdecimal() and _content(entry) == text]
+    if not named:
+        added = _read_optional_json(folder / "tokenizer.json").get("added_tokens")
+        entries = added if isinstance(added, list) else []
+        named = _integers("id", [entry.get("id") for entry in entries if _content(entry) == text])
+    return named[-1:]
+
+
+def _content(entry: object) -> object:
+    """The text of an added token."""
+    return entry.get("content") if isinstance(entry, dict) else None
 
 
 # -- the fields of config.json -----------------------------------------------------------------------------------------
@@ -317,7 +337,12 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None, least
         raise ValueError(f"config.json has no {key!r}")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"config.json: {key!r} must be an integer of at least {least}, got {value!r}")
+    if value > (most := MOST_LAYERS if key == "num_hidden_layers" else MOST_SIZE):
+        raise ValueError(f"config.json: {key!r} must be at most {most}, got {shorten(value)}")
     return value
+
+
+_LARGEST = sys.float_info.max
 
 
 def _factor(rope: Mapping[str, Any], key: str) -> float:
@@ -327,7 +352,7 @@ def _factor(rope: Mapping[str, Any], key: str) -> float:
 
 
 def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:
         raise ValueError(f"config.json: {key!r} must be a finite number above 0, got {value!r}")
     return float(value)
 

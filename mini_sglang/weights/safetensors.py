@@ -6,6 +6,7 @@ It never reads pickle: other weight formats are not looked at. Knows no model.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -36,17 +37,46 @@ def open_safetensors(folder: Path) -> dict[str, CheckpointTensor]:
                     if view.get_dtype() not in _DTYPES:
                         refused.append(f"{name} ({view.get_dtype()})")
         except SafetensorError as error:
-            raise WeightsError(f"{path} cannot be read (is it cut short?): {error}") from error
+            raise WeightsError(f"{path} {_damage(path)}: {error}") from error
     if refused:
         raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {listed(refused)}")
+    _check_index(folder, tensors)
     return tensors
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a file that cannot be read, as far as its first bytes tell."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+        if size < 8 or not header:
+            return f"is no safetensors file, or cut short: it holds {size} bytes"
+        if file.read(1) != b"{":
+            return "is no safetensors file, or its header is damaged"
+    if header + 8 > size:
+        return f"is cut short: its header ends at byte {header + 8}, the file at {size}"
+    return "is cut short or its header is damaged"
+
+
+def _check_index(folder: Path, tensors: Mapping[str, CheckpointTensor]) -> None:
+    """Raise WeightsError, naming the file, if a shard lacks what the index says it holds and no other one has it."""
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return
+    lacking: dict[str, list[str]] = {}
+    for name, shard in _weight_map(index).items():
+        if name not in tensors:
+            lacking.setdefault(shard, []).append(name)
+    if lacking:
+        found = [f"{folder / shard} lacks {len(names)} tensors: {listed(names)}" for shard, names in lacking.items()]
+        raise WeightsError(f"by {INDEX_NAME}, {'; '.join(found)} (is a file another model's, or there twice?)")
 
 
 def shard_paths(folder: Path) -> list[Path]:
     """The files that hold the weights: those that the index names, else the single file, else every safetensors."""
     index = folder / INDEX_NAME
     if index.is_file():
-        paths = [folder / name for name in _indexed_names(index)]
+        paths = [folder / name for name in sorted(set(_weight_map(index).values()))]
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise WeightsError(f"{folder} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}")
@@ -60,12 +90,13 @@ def shard_paths(folder: Path) -> list[Path]:
     return paths
 
 
-def _indexed_names(index: Path) -> list[str]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """The name of the file that holds each tensor."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise WeightsError(f"{index} is not a valid index of safetensors: {error!r}") from error
-    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    outside = [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise WeightsError(f"{index} names files outside its folder: {', '.join(map(str, outside))}")
     return names
