@@ -35,14 +35,26 @@ _HEADERS = {
 
 
 class ApiError(Exception):
-    """A request that cannot be answered. `param` names the field at fault, `code` is a word for programs."""
+    """A request that cannot be answered. `param` names the field at fault, `code` is a word for programs.
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    `headers` are of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}…"
         self.param = param
         self.code = code
+        self.headers = {**_HEADERS.get(status, {}), **(headers or {})}
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON answer."""
@@ -70,7 +82,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, FieldError):
         return invalid(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     logger.error("a request failed", exc_info=error)
@@ -87,7 +99,7 @@ def error_response(error: ApiError, body: object = None) -> Response:
         msgspec.json.encode(error.body() if body is None else body),
         status_code=error.status,
         media_type="application/json",
-        headers=_HEADERS.get(error.status),
+        headers=error.headers,
     )
 
 
@@ -97,7 +109,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             problem = "has no route" if error.status_code == 404 else f"does not allow {request.method} on"
-            error = ApiError(error.status_code, f"this server {problem} {shorten(request.url.path)}")
+            message = f"this server {problem} {shorten(request.url.path)}"
+            error = ApiError(error.status_code, message, headers=error.headers)
         return error_response(as_api_error(error))
 
     async def unforeseen(request: Request, error: Exception) -> Response:
