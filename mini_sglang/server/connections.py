@@ -98,9 +98,11 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            data = data.lstrip(b"\r\n")  # which some clients send behind a body
         if self._is_answered_early and self._received > LINGER_BYTES:
             self.transport.abort()
-        elif not self.transport.is_closing():
+        elif data and not self.transport.is_closing():
             super().data_received(data)
             self._owe({h11.IDLE: "head", h11.SEND_BODY: "body"}.get(self.conn.their_state))
             if self._is_at_work and len(self.conn.trailing_data[0]) <= HIGH_WATER_LIMIT:

@@ -110,7 +110,9 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             problem = "has no route" if error.status_code == 404 else f"does not allow {request.method} on"
             message = f"this server {problem} {shorten(request.url.path)}"
-            error = ApiError(error.status_code, message, headers=error.headers)
+            allowed = (error.headers or {}).get("Allow", "GET") if error.status_code == 405 else ""
+            allow = {"allow": f"{allowed}, HEAD" if allowed == "GET" else allowed} if allowed else None
+            error = ApiError(error.status_code, message, headers=allow)
         return error_response(as_api_error(error))
 
     async def unforeseen(request: Request, error: Exception) -> Response:
