@@ -47,7 +47,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt
 	grep -v '^python-dateutil==' constraints.txt > $(CLIENTS)/constraints.txt  # boto3, which litellm needs, wants an older one
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt \
 		--config-settings editable_mode=compat --editable '.[dev,clients]'
-	$(if $(shell command -v npm 2>/dev/null),npm install --silent --prefix $(CLIENTS) openai@6)
+	$(if $(shell command -v npm 2>/dev/null),npm install --silent --prefix $(CLIENTS) openai@6 @anthropic-ai/sdk)
 	@touch $@
 
 lint: setup

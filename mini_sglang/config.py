@@ -147,6 +147,9 @@ class ServerConfig:
     ssl_keyfile: str | None = _option(None, "its private key (PEM); none: in ssl_certfile too")
     max_body_bytes: int = _option(4 << 20, "largest request body")
     max_waiting_requests: int = _option(4096, "requests that may wait for the engine; those beyond get a 429")
+    head_timeout_s: float = _option(20.0, "seconds that a client may take to send a request's line and headers")
+    body_timeout_s: float = _option(30.0, "seconds that it may take to send the body, and one more for each 1000 bytes")
+    idle_timeout_s: float = _option(60.0, "seconds that a connection stays open after an answer")
     shutdown_timeout_s: float = _option(7.0, "seconds that running requests get to finish after SIGTERM")
     access_log: bool = _option(True, "log a line for each request, without what was asked and answered")
     log_contents: bool = _option(False, "log what is asked and answered, for debugging")
@@ -164,6 +167,9 @@ class ServerConfig:
         _check_choices(self)
         for name in ("max_body_bytes", "max_waiting_requests"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, got {getattr(self, name)}")
         if not 0 <= self.shutdown_timeout_s < math.inf:  # which not-a-number is not either
             raise ValueError(f"shutdown_timeout_s must be a finite number of at least 0, got {self.shutdown_timeout_s}")
 

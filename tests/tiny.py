@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -138,11 +139,16 @@ def use_thread_workers(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def run_server(log: Path, *options: str) -> Iterator[RunningServer]:
-    """A server on a free port, killed when the block is left; what it prints goes to `log`."""
+def run_server(log: Path, *options: str, descriptors: int | None = None) -> Iterator[RunningServer]:
+    """A server on a free port, killed when the block is left; what it prints goes to `log`.
+
+    `descriptors`: as many as each of its processes may have open.
+    """
     command = (sys.executable, "-m", "mini_sglang.server", "--port", "0", "--num-threads", "1", *options)
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    if descriptors is not None:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
     try:
         while not (url := _url_in(log)):
             assert process.poll() is None, log.read_text()

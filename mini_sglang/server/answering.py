@@ -1,7 +1,8 @@
 """Answers a job over HTTP: an API's `AnswerFormat` writes its outputs, as one JSON value or as a stream of events.
 
 An `EventStream` sends its status together with the first event, so that an earlier error still gets an error status; a
-later error becomes the stream's last events. When the client leaves, its job ends. Knows no API.
+later error becomes the stream's last events. It never says nothing for long, since proxies close connections that do.
+When the client leaves, its job ends. Knows no API.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ Result = TypeVar("Result")
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 DONE = b"data: [DONE]\n\n"  # the last event of a stream, in the APIs that have one
+PING_S = 5.0  # without an event, after which a ping is sent
 
 _encode_json = msgspec.json.Encoder().encode
 
 
 class AnswerFormat(Protocol):
     """Writes the answer to one job, which has one or more choices, as its API defines it. Events are bytes."""
+
+    ping: bytes = b": ping\n\n"  # says nothing: a comment, or the event that an API has for it
 
     def whole(self, outputs: Sequence[RequestOutput]) -> object:
         """The JSON value of a complete answer. `outputs`: the last of each choice."""
@@ -73,7 +77,7 @@ async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, str
     job = dataclasses.replace(job, caller=caller_of(request))
     if stream:
         events = _events(context, job, answer_format)
-        return EventStream(events, lambda error: b"".join(answer_format.failure(error)))
+        return EventStream(events, lambda error: b"".join(answer_format.failure(error)), answer_format.ping)
     outputs = await while_connected(request.receive, _last_outputs(context, job))
     num_logprobs = sum(job.num_logprobs(choice, last.usage.completion_tokens) for choice, last in enumerate(outputs))
     whole = await off_loop(num_logprobs, lambda: _encode_json(answer_format.whole(outputs)))
@@ -149,21 +153,24 @@ async def _until_disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """A response that sends the events of a generator, and closes the generator when the client leaves.
 
-    `describe` makes the last events of a stream that fails.
+    `describe` makes the last events of a stream that fails; `ping` is sent when there is nothing else for PING_S.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], describe: Callable[[ApiError], bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], describe: Callable[[ApiError], bytes], ping: bytes) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._describe = describe
+        self._ping = ping
         self._started = False
+        self._sending = asyncio.Lock()
+        self._quiet_since = 0.0
         self.init_headers(
             {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. Raises what the generator raises before its first event."""
+        """Send all events. Raises what the generator raises before anything has been sent."""
         try:
             await while_connected(receive, self._send_all(send))
         except ClientDisconnected:
@@ -171,15 +178,36 @@ class EventStream(Response):
                 raise
 
     async def _send_all(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            first = await anext(events)
-            self._started = True
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            try:
+        self._quiet_since = asyncio.get_running_loop().time()
+        pings = asyncio.create_task(self._send_pings(send))
+        try:
+            await self._send_events(send)
+        finally:
+            pings.cancel()
+
+    async def _send_events(self, send: Send) -> None:
+        try:
+            async with contextlib.aclosing(self._events) as events:
                 async for data in events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except Exception as error:  # the status has been sent: say it in the stream
-                body = self._describe(as_api_error(error))
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await self._send_part(send, data)
+        except Exception as error:
+            if not self._started:
+                raise
+            await self._send_part(send, self._describe(as_api_error(error)))  # the status has been sent
+        await self._send_part(send, b"", more=False)
+
+    async def _send_pings(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if (left := self._quiet_since + PING_S - loop.time()) > 0:
+                await asyncio.sleep(left)
+            else:
+                await self._send_part(send, self._ping)
+
+    async def _send_part(self, send: Send, data: bytes, more: bool = True) -> None:
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._quiet_since = asyncio.get_running_loop().time()

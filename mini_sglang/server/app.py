@@ -16,7 +16,7 @@ from mini_sglang.server import pages
 from mini_sglang.server.anthropic import routes as anthropic_routes
 from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
-from mini_sglang.server.intake import PacingMiddleware
+from mini_sglang.server.intake import PacingMiddleware, PlainRequests
 from mini_sglang.server.native import routes as native_routes
 from mini_sglang.server.openai import routes as openai_routes
 from mini_sglang.server.openapi import describe
@@ -29,7 +29,7 @@ from mini_sglang.text.tokenizer import Tokenizer
 def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """Make the server around `engine`, which the caller has started and will close."""
     # The framework's own routes for the API's description would be outside the API key, and load scripts from abroad.
-    app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None)
+    app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None, redirect_slashes=False)
     context = app.state.context = ServerContext(engine, tokenizer, config)
     install_error_handlers(app)
     guards = [Security(_require_api_key)] if config.api_key else []
@@ -46,8 +46,10 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
             allow_origins=config.cors_origin,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
+            allow_private_network=True,  # a page from the internet may call a server at home or at work
             expose_headers=("x-request-id", "retry-after"),
         )
+    app.add_middleware(PlainRequests)
     app.add_middleware(RequestLog, access=config.access_log, contents=config.log_contents)
     app.add_middleware(PacingMiddleware, pacer=context.pacer)
     return app
@@ -64,9 +66,14 @@ async def _require_api_key(
     header: Annotated[str | None, Security(APIKeyHeader(name="x-api-key", auto_error=False))],  # Anthropic's clients
 ) -> None:
     """Refuse a request without one of the server's keys, before its body is read. The key says who the client is."""
-    given = (bearer.credentials if bearer is not None else header or "").strip().encode("latin-1")
+    # some clients fill in both, one of them with a placeholder
+    values = [(bearer.credentials if bearer is not None else "").strip(), (header or "").strip()]
+    given = [value.encode("latin-1") for value in values]
     # every key is compared, and in constant time, so that the time taken tells nothing about them
-    fits = [hmac.compare_digest(given, key.encode()) for key in context_of(request).config.api_key]
+    fits = [
+        sum(hmac.compare_digest(value, key.encode()) for value in given) > 0
+        for key in context_of(request).config.api_key
+    ]
     if not any(fits):
         message = "this server needs an API key: send the header Authorization: Bearer KEY"
         raise ApiError(401, message, code="invalid_api_key")

@@ -8,6 +8,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from fastapi import Request
@@ -89,7 +90,13 @@ class ServerContext:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that clients know the model by."""
-        return self.config.served_model_name or (self.engine.info.model,)
+        return self.config.served_model_name or (self.shown_model,)
+
+    @functools.cached_property
+    def shown_model(self) -> str:
+        """The model's name, or the last part of the path to it: clients need not know this machine's folders."""
+        path = Path(self.engine.info.model).expanduser()
+        return path.resolve().name if path.is_absolute() or path.exists() else self.engine.info.model
 
     @property
     def model_name(self) -> str:
@@ -100,7 +107,8 @@ class ServerContext:
         """The name to answer with: `name`, or the first one if it is None. Raises ApiError 404 for other names."""
         if name is None:
             return self.model_name
-        if name not in self.model_names:
+        is_path = name == self.engine.info.model and not self.config.served_model_name
+        if name not in self.model_names and not is_path:
             served = ", ".join(map(repr, self.model_names))
             message = f"model {shorten(name)} does not exist; this server serves {served}"
             raise ApiError(404, message, param="model", code="model_not_found")

@@ -30,11 +30,16 @@ _TYPES = {
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
     413: {"connection": "close"},
+    429: {"retry-after": "1"},  # seconds
+    503: {"retry-after": "1"},
 }
 
 
 class ApiError(Exception):
-    """A request that cannot be answered. `param` names the field at fault, `code` is a word for programs."""
+    """A request that cannot be answered. `param` names the field at fault, `code` is a word for programs.
+
+    `headers` are of the answer.
+    """
 
     def __init__(
         self,
@@ -43,14 +48,14 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        retry_after_s: int = 1,  # of a 429 and a 503
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}…"
         self.param = param
         self.code = code
-        self.retry_after_s = retry_after_s
+        self.headers = {**_HEADERS.get(status, {}), **(headers or {})}
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON answer."""
@@ -78,7 +83,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, FieldError):
         return invalid(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     logger.error("a request failed", exc_info=error)
@@ -91,12 +96,11 @@ def _internal(error: Exception) -> ApiError:
 
 def error_response(error: ApiError, body: object = None) -> Response:
     """The HTTP answer to an error; `body` replaces the error's own."""
-    headers = {"retry-after": str(error.retry_after_s)} if error.status in (429, 503) else _HEADERS.get(error.status)
     return Response(
         msgspec.json.encode(error.body() if body is None else body),
         status_code=error.status,
         media_type="application/json",
-        headers=headers,
+        headers=error.headers,
     )
 
 
@@ -106,7 +110,10 @@ def install_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             problem = "has no route" if error.status_code == 404 else f"does not allow {request.method} on"
-            error = ApiError(error.status_code, f"this server {problem} {shorten(request.url.path)}")
+            message = f"this server {problem} {shorten(request.url.path)}"
+            allowed = (error.headers or {}).get("Allow", "GET") if error.status_code == 405 else ""
+            allow = {"allow": f"{allowed}, HEAD" if allowed == "GET" else allowed} if allowed else None
+            error = ApiError(error.status_code, message, headers=allow)
         return error_response(as_api_error(error))
 
     async def unforeseen(request: Request, error: Exception) -> Response:

@@ -272,7 +272,8 @@ def _registered(context: ServerContext, job: Job) -> Iterator[None]:
     except FullError as full:
         limit = context.admission.limit
         message = f"the queue is full: the server takes at most {limit} requests at once"
-        raise ApiError(429, message, code="queue_full", retry_after_s=full.retry_after_s) from None
+        headers = {"retry-after": str(full.retry_after_s)}
+        raise ApiError(429, message, code="queue_full", headers=headers) from None
 
 
 async def _run_choices(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:

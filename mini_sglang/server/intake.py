@@ -1,5 +1,6 @@
-"""Bounds what arriving requests take of the server: the bytes of a head, how many begin in one turn of the event loop,
-so that many at once delay no stream, and how many are there at once. Knows of a request only its client and its size.
+"""What happens to every request before a route is looked for: it waits for its turn of the event loop, so that many at
+once delay no stream, and what HTTP lets a client write in two ways becomes one. And how many are there at once. Knows of
+a request only its path, its client and its size.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MAX_HEAD_BYTES = 1 << 16
 REQUESTS_PER_TURN = 4  # to begin a request takes about a millisecond
 MAX_PROMISES = 1024  # later requests are told when to come, without a promise
 LONGEST_WAIT_S = 60  # clients' libraries obey no longer one
@@ -22,29 +21,6 @@ GRACE_S = 5.0  # how much later than told a client may come
 FIRST_SECONDS = 1.0  # that a request takes, before any has ended
 SECONDS_WEIGHT = 1 / 16  # of the latest ended request in the running mean
 FEWEST_DEPARTURES = 8  # for a rate
-
-
-class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1, whose parser would collect headers without end.
-
-    Answers 400 and closes the connection when request line and headers exceed MAX_HEAD_BYTES.
-    """
-
-    _head_bytes = 0  # received since the last part of a body, or since the last request ended
-
-    def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"Request line and headers may take at most {MAX_HEAD_BYTES} bytes.")
-
-    def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._head_bytes = 0
-        super().on_message_complete()
 
 
 class RequestPacer:
@@ -148,3 +124,22 @@ class Admission:
             self._departures.clear()
         self._held[client] -= count
         self._seconds += SECONDS_WEIGHT * (seconds - self._seconds)
+class PlainRequests:
+    """ASGI middleware: HEAD is GET without the answer's body, and a slash at the end of a path makes no difference.
+
+    A redirect to the path without it would lead to whatever address the client's Host header names.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        if is_head:
+            scope = {**scope, "method": "GET"}
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send_head if is_head else send)

@@ -6,12 +6,14 @@ Every mistake becomes an ApiError that names the field. Knows the bodies' models
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import itertools
 import json
 import math
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,7 +52,7 @@ async def read_body(request: Request, model: type[Body]) -> Body:
 async def work_on_body(request: Request, work: Callable[[], Result], inline_bytes: int = _INLINE_BYTES) -> Result:
     """Do work that takes time in proportion to the body; on a large one in a thread, so that streams go on."""
     length = request.headers.get("content-length", "")
-    is_small = length.isdigit() and int(length) <= inline_bytes
+    is_small = length.isdigit() and int(length) <= inline_bytes and "content-encoding" not in request.headers
     return work() if is_small else await asyncio.to_thread(work)
 
 
@@ -61,8 +63,11 @@ async def read_object(request: Request) -> Json:
     if media_type != "application/json":
         # A browser may send other types across sites without asking; only JSON is safe to act on.
         raise ApiError(415, f"content-type must be application/json, got {shorten(media_type)}", param="content-type")
+    is_compressed = _is_compressed(request)
     async with context.unless_stopping():
         data = await _read_bytes(request, context.config.max_body_bytes)
+        if is_compressed:
+            data = await asyncio.to_thread(_decompress, data, context.config.max_body_bytes)
         await context.pacer.wait()  # the bodies of many requests may have come at once
     return decode_object(data)
 
@@ -70,7 +75,7 @@ async def read_object(request: Request) -> Json:
 def decode_object(data: bytes) -> Json:
     """Decode a JSON body that must be an object. Raises ApiError 400."""
     try:
-        value = _decode(data)
+        value = _decode(data.removeprefix(codecs.BOM_UTF8))
     except RecursionError:
         raise ApiError(400, "the body is not acceptable JSON: nested too deeply", code="invalid_json") from None
     except ValueError as error:
@@ -141,6 +146,28 @@ def _with_finite_bounds(value: Any) -> Any:
             for key, item in value.items()
         }
     return [_with_finite_bounds(item) for item in value] if isinstance(value, list) else value
+def _is_compressed(request: Request) -> bool:
+    """Whether the body is gzip. Raises ApiError 415 for another coding."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", "gzip", "x-gzip"):
+        message = f"content-encoding must be gzip or identity, got {shorten(coding)}"
+        raise ApiError(415, message, param="content-encoding", headers={"accept-encoding": "gzip, identity"})
+    return coding != "identity"
+
+
+def _decompress(data: bytes, max_bytes: int) -> bytes:
+    """Raises ApiError 400 for what is not one gzip member, and 413 as soon as the content is known to be too long."""
+    decoder = zlib.decompressobj(wbits=31)
+    try:
+        content = decoder.decompress(data, max_bytes + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the body is not valid gzip: {error}", code="invalid_encoding") from None
+    if len(content) > max_bytes:
+        raise ApiError(413, f"the body may hold at most {max_bytes} bytes, got more", code="body_too_large")
+    if not decoder.eof or decoder.unused_data:
+        problem = "more follows its end" if decoder.eof else "it ends too early"
+        raise ApiError(400, f"the body is not valid gzip: {problem}", code="invalid_encoding")
+    return content
 
 
 def _explain(data: bytes, reason: str) -> ApiError:

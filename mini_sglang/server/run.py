@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import gc
 import logging
 import math
@@ -21,15 +22,15 @@ import socket
 import ssl
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.server.app import create_app
+from mini_sglang.server.connections import Connection, max_connections
 from mini_sglang.server.context import ServerContext
-from mini_sglang.server.intake import BoundedHttp
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.weights.hub import find_model
 
@@ -130,15 +131,18 @@ class HttpServer(uvicorn.Server):
     def __init__(self, engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
         self.app = create_app(engine, engine.tokenizer, config)
         timeout = math.ceil(config.shutdown_timeout_s) + 1  # one second for the errors when the engine is closed
+        protocol = functools.partial(Connection, limits=config, most=max_connections())
         super().__init__(
             uvicorn.Config(
                 self.app,
-                http=BoundedHttp,
+                http=cast(type[asyncio.Protocol], protocol),
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,  # the app has its own, with the time that an answer took
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
+                timeout_keep_alive=math.ceil(config.idle_timeout_s),
                 timeout_graceful_shutdown=timeout,
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import ssl
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from fastapi.testclient import TestClient
 
 from mini_sglang.cli import main
 from mini_sglang.config import ServerConfig
+from mini_sglang.server import app
 from mini_sglang.server.openapi import EXAMPLES
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.server.run import with_all_keys
@@ -66,6 +69,61 @@ def test_each_key_opens_the_api_in_either_header(make_app: Callable[..., FastAPI
         assert (error["type"], error["code"], error["param"]) == ("authentication_error", "invalid_api_key", None)
     for route in ("/health", "/metrics", "/", "/docs", "/playground/main.js"):
         assert client.get(route).status_code == 200, route
+
+
+def test_a_key_counts_beside_a_placeholder_in_the_other_header(make_app: Callable[..., FastAPI]) -> None:
+    client = TestClient(make_app(api_key=("first",)))
+    for bearer, key in (("none", "first"), ("first", "none")):
+        headers = {"authorization": f"Bearer {bearer}", "x-api-key": key}
+        assert client.get("/v1/models", headers=headers).status_code == 200
+    headers = {"authorization": "Bearer none", "x-api-key": "none"}
+    assert client.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_every_key_is_compared_in_constant_time(
+    make_app: Callable[..., FastAPI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def compare(given: bytes, key: bytes) -> bool:
+        compared.append((given, key))
+        return hmac.compare_digest(given, key)
+
+    monkeypatch.setattr(app, "hmac", SimpleNamespace(compare_digest=compare))
+    client = TestClient(make_app(api_key=("first", "second")))
+    for key in ("first", "second", "fir", "other"):
+        compared.clear()
+        client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert {known for given, known in compared if given == key.encode()} == {b"first", b"second"}
+
+
+def test_keys_are_never_told(make_app: Callable[..., FastAPI], log: list[str]) -> None:
+    """Neither those of the server nor those that a client tries, whatever is logged."""
+    logging.getLogger("mini_sglang").setLevel(logging.DEBUG)
+    client = TestClient(make_app(api_key=("key-of-the-server",), log_contents=True), raise_server_exceptions=False)
+    told = []
+    for key in ("key-of-the-server", "key-that-was-tried"):
+        for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+            for route in ("/v1/models", "/server_info", "/openapi.json", "/metrics", "/nowhere"):
+                told.append(client.get(route, headers=headers).text)
+            for body in (BODY, {**BODY, "stream": True}, {**BODY, "nonsense": 1}):
+                told.append(client.post(CHAT, json=body, headers=headers).text)
+    assert len(log) > 20
+    assert not [text for text in (*told, *log) if "key-of-the-server" in text or "key-that-was-tried" in text]
+
+
+def test_a_page_may_reach_a_private_network_where_its_origin_is_allowed(make_app: Callable[..., FastAPI]) -> None:
+    client = TestClient(make_app(cors_origin=("https://chat.example",)))
+    for origin, allowed in (("https://chat.example", True), ("https://other.example", False)):
+        preflight = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "content-type",
+            "access-control-request-private-network": "true",
+        }
+        headers = client.options(CHAT, headers=preflight).headers
+        assert ("access-control-allow-origin" in headers) == allowed
+        assert not allowed or headers["access-control-allow-private-network"] == "true"
 
 
 def test_pages_of_other_origins_may_call_where_allowed(make_app: Callable[..., FastAPI]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from mini_sglang.errors import FieldError
+from mini_sglang.server import answering
 from tests.server.conftest import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
@@ -87,6 +89,70 @@ def test_every_token_is_sent_when_it_is_there(
         await connection.task
 
     asyncio.run(scenario())
+
+
+COMMENT = b": ping\n\n"
+PINGS = {
+    CHAT: COMMENT,
+    COMPLETIONS: COMMENT,
+    "/generate": COMMENT,
+    "/v1/responses": COMMENT,
+    "/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n',
+}
+MORE_ROUTES = {
+    **ROUTES,
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("pause_after", [0, 2])
+@pytest.mark.parametrize("route", PINGS)
+def test_a_stream_never_falls_silent(
+    make_app: Callable[..., FastAPI],
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    pause_after: int,
+) -> None:
+    monkeypatch.setattr(answering, "PING_S", 0.02)
+    engine.pause_after = pause_after
+
+    async def scenario() -> None:
+        connection = Connection(make_app(), route, {**MORE_ROUTES[route], "stream": True})
+        await until(lambda: connection.bodies.count(PINGS[route]) >= 3)
+        assert (connection.sent[0]["type"], connection.sent[0]["status"]) == ("http.response.start", 200)
+        assert connection.bodies[-2:] == [PINGS[route]] * 2
+        engine.abort(engine.request_ids[0])
+        await connection.task
+        assert connection.bodies[-1] == b""
+        assert len(connection.bodies) - connection.bodies.count(PINGS[route]) > 1 + pause_after
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("route", PINGS)
+def test_an_error_keeps_its_status_unless_a_ping_was_first(
+    make_app: Callable[..., FastAPI], engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    async def ask(seconds: float) -> Connection:
+        async def generate(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(seconds)
+            raise FieldError("prompt", "will not do")
+            yield
+
+        monkeypatch.setattr(engine, "generate", generate)
+        monkeypatch.setattr(answering, "PING_S", 0.1)
+        connection = Connection(make_app(), route, {**MORE_ROUTES[route], "stream": True})
+        await connection.task
+        return connection
+
+    early, late = asyncio.run(ask(0)), asyncio.run(ask(0.15))
+    assert early.sent[0]["status"] == 400
+    assert late.sent[0]["status"] == 200
+    assert late.bodies[0] == PINGS[route]
+    assert any(b"will not do" in body for body in late.bodies)
+    assert late.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -30,6 +30,8 @@ _ERROR_TYPES = {
 class MessageFormat(AnswerFormat):
     """One answer of /v1/messages. `fits_context`: whether the context has room for `max_tokens`."""
 
+    ping = named_event({"type": "ping"})
+
     def __init__(self, message_id: str, model: str, parser: AnswerParser, fits_context: bool) -> None:
         self._id = message_id
         self._model = model

@@ -164,7 +164,6 @@ async def server_info(request: Request) -> Response:
     return Response(msgspec.json.encode(info), media_type="application/json")
 
 
-@open_router.head("/health", include_in_schema=False)
 @open_router.get("/health")
 async def health(request: Request) -> Json:
     """200 after a round trip through the engine loop; 503 if that takes longer than 5 s or the engine is dead."""

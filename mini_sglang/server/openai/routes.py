@@ -67,6 +67,6 @@ def _model_card(context: ServerContext, name: str) -> Json:
         "object": "model",
         "created": context.created,
         "owned_by": "mini-sglang",
-        "root": context.engine.info.model,
+        "root": context.shown_model,
         "max_model_len": context.engine.info.context_length,
     }
