@@ -8,20 +8,32 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import Json
 from mini_sglang.server import fields
 
 MAX_SALT_LENGTH = 256
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class HistoryPart(Body):
+    """A part of a conversation. Clients send all vendors' answers back, with fields unknown here: empty ones pass."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_empty_fields(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.keys() <= cls.model_fields.keys():
+            return value
+        return {name: item for name, item in value.items() if name in cls.model_fields or item not in _EMPTY}
 
 
 class JobBody(Body):

@@ -17,12 +17,13 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import Json
 from mini_sglang.server import fields
-from mini_sglang.server.bodies import Body, SamplingBody
+from mini_sglang.server.bodies import Body, HistoryPart, SamplingBody
 
 
-class CalledFunction(Body):
+class CalledFunction(HistoryPart):
     name: str
     arguments: str | Json = ""  # JSON text, or the object itself
+    parsed_arguments: fields.Ignored = None
 
     def for_template(self) -> Json:
         """The function as chat templates expect it: with an object as arguments, if the text is one."""
@@ -33,19 +34,21 @@ class CalledFunction(Body):
         return {"name": self.name, "arguments": arguments}
 
 
-class MessageCall(Body):
+class MessageCall(HistoryPart):
     """A tool call in an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # streams number calls, and some clients send the number back
+    extra_content: fields.Ignored = None
+    provider_specific_fields: fields.Ignored = None
 
 
 MessageCalls = Annotated[list[MessageCall], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)]
 
 
-class Message(Body):
+class Message(HistoryPart):
     """One message of a conversation. `developer` is OpenAI's newer word for `system`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -55,11 +58,23 @@ class Message(Body):
     tool_call_id: str | None = None  # the call that a tool answers
     reasoning_content: str | None = None  # the assistant's; templates decide whether the model sees it again
     reasoning: str | None = None  # another name of reasoning_content
-    # Clients send an earlier answer back with all its fields, those that held nothing included.
-    refusal: fields.Off = None
-    audio: fields.Off = None
-    function_call: fields.Off = None
-    annotations: fields.OffIfEmpty = None
+    refusal: str | None = None  # what the assistant said in place of content
+    # Clients send an earlier answer back with all its fields.
+    annotations: fields.Ignored = None
+    cache_control: fields.Ignored = None
+    parsed: fields.Ignored = None
+    provider_specific_fields: fields.Ignored = None
+    reasoning_details: fields.Ignored = None
+    thinking_blocks: fields.Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_bookkeeping(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("role") not in ("system", "developer"):
+            return value
+        content = value.get("content")
+        rest = fields.without_bookkeeping(content)
+        return value if rest is content else {**value, "content": rest or ""}
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Self:
@@ -72,7 +87,7 @@ class Message(Body):
     def for_template(self) -> Json:
         """The message as chat templates expect it."""
         message: Json = {"role": "system" if self.role == "developer" else self.role}
-        message["content"] = self.content or ""
+        message["content"] = self.content or self.refusal or ""
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
@@ -131,6 +146,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: fields.Ignored = None
 
     def for_template(self) -> Json:
         """The tool as chat templates expect it."""
@@ -152,8 +168,30 @@ class NamedTool(Body):
     function: FunctionName
 
 
-Tools = Annotated[list[Tool], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)]
+Tools = Annotated[
+    list[Tool], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS), fields.only_functions("function", None)
+]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
+class ThinkingSwitch(Body):
+    """`thinking`, as several vendors of open models have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None  # not enforced: max_tokens bounds reasoning and text together
+    clear_thinking: fields.Ignored = None
+
+
+class ReasoningSwitch(Body):
+    """`reasoning`, as OpenRouter has it."""
+
+    effort: ReasoningEffort | None = None
+    enabled: bool | None = None
+    max_tokens: int | None = None  # not enforced
+    exclude: fields.Ignored = None  # reasoning has a field of its own in any case
+    summary: fields.Ignored = None
+
 
 Messages = Annotated[list[Message], Field(min_length=1), fields.FAIL_FAST, fields.at_most(fields.MAX_MESSAGES)]
 
@@ -168,6 +206,11 @@ class TemplateBody(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # None: auto, if there are tools
     parallel_tool_calls: bool | None = None  # False: one call at most
     reasoning_effort: ReasoningEffort | None = None  # an argument of the template
+    verbosity: Verbosity | None = None  # so is this
+    # Other names for whether, and how much, the model thinks.
+    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | None = None
+    reasoning: ReasoningSwitch | None = None
 
     @model_validator(mode="after")
     def _one_way_to_end(self) -> Self:
@@ -208,12 +251,21 @@ class TemplateBody(Body):
     @property
     def template_arguments(self) -> dict[str, JsonValue]:
         """The arguments of the template other than messages and tools."""
-        arguments: dict[str, JsonValue] = {}
-        if self.reasoning_effort is not None:
-            arguments["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":
-            arguments["enable_thinking"] = False
-        return {**arguments, **(self.chat_template_kwargs or {})}
+        reasoning = self.reasoning or ReasoningSwitch()
+        effort = self.reasoning_effort or reasoning.effort
+        switches = (
+            self.enable_thinking,
+            None if self.thinking is None else self.thinking.type != "disabled",
+            reasoning.enabled,
+            False if effort == "none" else None,
+        )
+        arguments: dict[str, JsonValue] = {
+            "reasoning_effort": effort,
+            "verbosity": self.verbosity,
+            "enable_thinking": next((switch for switch in switches if switch is not None), None),
+        }
+        given = {name: value for name, value in arguments.items() if value is not None}
+        return {**given, **(self.chat_template_kwargs or {})}
 
 
 class ConversationBody(SamplingBody):

@@ -6,6 +6,8 @@ server does not is accepted only with the value that switches it off. `SamplingP
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -61,21 +63,60 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _join_text_parts(content: Any) -> Any:
-    """Message content given as a list of text parts, as the one string that the parts make without separators."""
-    if not isinstance(content, list):
-        return content
-    if len(content) > MAX_MESSAGES:
-        raise ValueError(f"may hold at most {MAX_MESSAGES} parts, got {len(content)}")
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+def text_parts(*kinds: str) -> BeforeValidator:
+    """Take content given as a list of parts of these types as the one string that they make, without separators."""
+
+    def join(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        if len(content) > MAX_MESSAGES:
+            raise ValueError(f"may hold at most {MAX_MESSAGES} parts, got {len(content)}")
+        texts = []
+        for index, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f'holds a part that is not {{"type": "text", "text": "…"}} at {index}, got type {shorten(kind)}'
-            )
-        texts.append(part["text"])
-    return "".join(texts)
+            text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+            if kind not in kinds or not isinstance(text, str):
+                expected = f'{{"type": "{kinds[0]}", "text": "…"}}'
+                raise ValueError(f"holds a part that is not {expected} at {index}, got type {shorten(kind)}")
+            texts.append(text)
+        return "".join(texts)
+
+    return BeforeValidator(join)
+
+
+def only_functions(*types: str | None) -> BeforeValidator:
+    """Leave out tools of other types than these, which only their vendor runs, while there are any of these types."""
+
+    def select(tools: Any) -> Any:
+        if not isinstance(tools, list) or not tools:
+            return tools
+        is_foreign = [isinstance(tool, dict) and _is_foreign(tool.get("type"), types) for tool in tools]
+        if all(is_foreign):
+            raise ValueError(f"must hold a function: this server runs no tool of type {shorten(tools[0]['type'])}")
+        return [tool for tool, foreign in zip(tools, is_foreign, strict=True) if not foreign]
+
+    return BeforeValidator(select)
+
+
+def _is_foreign(kind: Any, types: Sequence[str | None]) -> bool:
+    return isinstance(kind, str) and kind not in types
+
+
+# Claude Code's first block of the system prompt, for its vendor's books: other text in every request.
+_BOOKKEEPING = re.compile(r"x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=\s|\Z)))+\s*")
+
+
+def without_bookkeeping(content: Any) -> Any:
+    """A system prompt without the vendor's bookkeeping at its head, which would cost the prefix cache all the rest."""
+    if isinstance(content, str):
+        match = _BOOKKEEPING.match(content)
+        return content if match is None else content[match.end() :] or None
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        text = content[0].get("text")
+        rest = without_bookkeeping(text)
+        if rest is not text:
+            return ([] if rest is None else [{**content[0], "text": rest}]) + content[1:] or None
+    return content
 
 
 Off = Annotated[None, must_be_off()]
@@ -90,4 +131,5 @@ Labels = Annotated[dict[str, str], at_most(MAX_LABELS)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
 GrammarChoices = Annotated[list[str], FAIL_FAST, at_most(MAX_GRAMMAR_CHOICES)]
 TemplateArguments = Annotated[dict[str, JsonValue], BeforeValidator(_check_template_size)]
-Content = Annotated[str, BeforeValidator(_join_text_parts)]
+Content = Annotated[str, text_parts("text", "refusal")]
+Ignored = Any  # changes no answer

@@ -45,11 +45,17 @@ class Caller:
 class Job:
     """The work that one HTTP request asks for. Choice i of the answer continues prompts[i // n]."""
 
-    id: str
+    own_id: str
     prompts: list[list[int]]  # token ids
     params: list[SamplingParams]  # one per choice
     body: JobBody
+    client_id: str | None = None
     caller: Caller = Caller()
+
+    @property
+    def id(self) -> str:
+        """The client's id for the job, if it gave one, else the server's own."""
+        return self.client_id or self.own_id
 
     @property
     def work(self) -> Hashable:
@@ -78,8 +84,8 @@ class Job:
         return count
 
     def request_id(self, choice: int) -> str:
-        """The engine's id for a choice: the job's id if there is only one choice."""
-        return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
+        """The engine's id for a choice: the job's id if there is only one choice, else one that no client can take."""
+        return self.id if self.num_choices == 1 else f"{self.own_id}-{choice}"
 
 
 def to_sampling_params(fields: Json) -> SamplingParams:
@@ -128,7 +134,12 @@ def parse_prompt(value: Any) -> str | list[int]:
 
 
 def make_job(
-    context: ServerContext, job_id: str, prompts: list[list[int]], params: SamplingParams, body: JobBody
+    context: ServerContext,
+    own_id: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    body: JobBody,
+    client_id: str | None = None,
 ) -> Job:
     """Check prompts and parameters against the engine's limits and make a job of them. Raises FieldError."""
     info, n = context.engine.info, body.num_choices
@@ -139,7 +150,7 @@ def make_job(
         _params_of_choice(params, choice % n, info.context_length - len(prompts[choice // n]), info.vocab_size)
         for choice in range(len(prompts) * n)
     ]
-    return Job(job_id, prompts, choice_params, body)
+    return Job(own_id, prompts, choice_params, body, client_id)
 
 
 def _check_prompt(prompt_ids: list[int], info: EngineInfo) -> None:

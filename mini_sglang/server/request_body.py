@@ -224,6 +224,11 @@ def _describe(error: ValidationError, value: Any = None, field_names: Mapping[st
 def _path(loc: Sequence[Any], value: Any) -> Iterator[int | str]:
     """The steps of `loc` that exist in `value`; the others are pydantic's names for the members of a union."""
     for index, step in enumerate(loc):
+        following = loc[index + 1] if index + 1 < len(loc) else None
+        if isinstance(value, dict) and value.get("type") == step and following in value:
+            inner = value.get(step)
+            if not (isinstance(inner, dict) and following in inner):
+                continue  # the member of a union whose type has the name of one of its fields
         if (isinstance(value, dict) and step in value) or (isinstance(value, list) and isinstance(step, int)):
             value = value[step]
             yield step

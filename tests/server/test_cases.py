@@ -415,6 +415,20 @@ def test_a_repeated_conversation_comes_from_the_cache(server: RunningServer) -> 
     assert salted["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_bookkeeping_costs_no_cache(server: RunningServer) -> None:
+    def cached(nonce: str) -> int:
+        header = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={nonce};"
+        system = [{"type": "text", "text": text} for text in (header, "You are an agent that lists files.")]
+        messages = [{"role": "user", "content": "Hi"}]
+        answer = server.post("/v1/messages", system=system, messages=messages, max_tokens=2).json()
+        assert answer["usage"]["input_tokens"] >= 1
+        return int(answer["usage"]["cache_read_input_tokens"])
+
+    server.post("/flush_cache")
+    assert cached("36ee5") == 0
+    assert cached("0aaa9") > 16
+
+
 def test_counters_return_to_zero_when_all_clients_leave_at_once(server: RunningServer) -> None:
     def ended() -> dict[str, float]:
         return {name: value for name, value in gauges(server).items() if name.startswith("request_success_total")}

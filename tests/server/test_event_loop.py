@@ -11,12 +11,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from mini_sglang.server.answers.model_format import ModelFormat
-from mini_sglang.server.anthropic.bodies import MessagesBody, PromptBody, TextBlock, Turn
+from mini_sglang.server.anthropic.bodies import MessagesBody, PromptBody
+from mini_sglang.server.anthropic.history import TextBlock, Turn
 from mini_sglang.server.chat import Message
 from mini_sglang.server.native.format import GenerateFormat
 from mini_sglang.server.openai.format import ChatFormat, CompletionFormat
-from mini_sglang.server.responses.bodies import InputMessage, ResponsesBody
+from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.server.responses.format import ResponseFormat
+from mini_sglang.server.responses.items import InputMessage
 from mini_sglang.server.sglang.format import SglangFormat
 
 Json = dict[str, Any]

@@ -175,6 +175,30 @@ def test_the_reason_of_a_refusal_is_searched_for_only_so_long() -> None:
             check_body(decode_object(data), ChatBody)
 
 
+def test_the_ids_of_choices_take_none_from_clients(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
+    engine.pause_after = 1
+
+    async def scenario() -> None:
+        transport = httpx.ASGITransport(make_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+
+            def ask(rid: str, n: int) -> asyncio.Task[httpx.Response]:
+                body = {"text": "Hi", "rid": rid, "sampling_params": {"n": n}}
+                return asyncio.create_task(client.post("/generate", json=body))
+
+            tasks = [ask("q", 2), ask("q-0", 1)]
+            while len(engine.running) < 3:
+                await asyncio.sleep(0.001)
+            assert (await ask("q", 1)).status_code == 400  # truly in use
+            for rid, count in (("q", 2), ("q-0", 1)):
+                assert (await client.post("/abort", json={"request_id": rid})).json() == {"aborted": count}
+            several, one = [(await task).json() for task in tasks]
+            assert one["meta_info"]["id"] == "q-0"
+            assert len({answer["meta_info"]["id"] for answer in (*several, one)}) == 3
+
+    asyncio.run(scenario())
+
+
 def test_abort_ends_the_one_request_with_that_id(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
     engine.pause_after = 2
 

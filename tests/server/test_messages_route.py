@@ -243,3 +243,56 @@ def test_anthropics_asynchronous_client_streams_too(serve: Callable[..., str]) -
                 return whole.content[0].text, "".join([text async for text in stream.text_stream])
 
     assert asyncio.run(run()) == (TEXT, TEXT)
+
+
+def test_thinking_can_be_left_out_of_an_answer(make_app: Callable[..., FastAPI], engine: ScriptedEngine) -> None:
+    client = tool_client(make_app, engine)
+    thinking = {"type": "adaptive", "display": "omitted"}
+    shown, hidden = (send(client, thinking={**thinking, "display": d}).json() for d in ("summarized", "omitted"))
+    assert hidden["content"] == [{**shown["content"][0], "thinking": ""}, *shown["content"][1:]]
+    items = events(send(client, thinking=thinking, stream=True))
+    blocks = [item["content_block"]["type"] for item in items if item["type"] == "content_block_start"]
+    deltas = [item["delta"]["type"] for item in items if item["type"] == "content_block_delta"]
+    assert blocks == ["thinking", "text"]
+    assert set(deltas) == {"text_delta"}
+
+
+@pytest.mark.parametrize("budget", [64, 1024])
+def test_a_thinking_budget_is_less_than_all_tokens(client: TestClient, budget: int) -> None:
+    response = send(client, thinking={"type": "enabled", "budget_tokens": budget})
+    assert response.status_code == 400
+    assert "thinking.budget_tokens must be less than max_tokens" in response.json()["error"]["message"]
+    assert send(client, thinking={"type": "enabled", "budget_tokens": budget}, max_tokens=2048).status_code == 200
+
+
+def test_a_systems_message_can_be_for_one_turn(client: TestClient, engine: ScriptedEngine) -> None:
+    hint = {"role": "system", "content": "Be short.", "clear_at": "next_user_message"}
+    send(client, messages=[*HI, hint])
+    chat = [*HI, {"role": "system", "content": "Be short."}]
+    assert engine.calls[-1].prompt_ids == engine.tokenizer.apply_chat_template(chat)
+    answer = {"role": "assistant", "content": "Hello"}
+    send(client, messages=[*HI, hint, answer, *HI])
+    assert engine.calls[-1].prompt_ids == engine.tokenizer.apply_chat_template([*HI, answer, *HI])
+
+
+def test_a_result_may_be_text_in_other_forms(client: TestClient, engine: ScriptedEngine) -> None:
+    content = [
+        {"type": "tool_reference", "tool_name": "get_time"},
+        {"type": "document", "title": " a.txt", "source": {"type": "text", "media_type": "text/plain", "data": "A"}},
+        {"type": "search_result", "title": " t", "source": "s", "content": [{"type": "text", "text": "c"}]},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": content}
+    assert send(client, messages=[*HI, {"role": "user", "content": [result]}]).status_code == 200
+    chat = [*HI, {"role": "tool", "tool_call_id": "c1", "content": "get_time a.txt\nA t\ns\nc"}]
+    client.post("/v1/chat/completions", json={"messages": chat})
+    assert engine.calls[-1].prompt_ids == engine.calls[-2].prompt_ids
+
+
+def test_anthropics_own_tools_cannot_be_asked_for(client: TestClient) -> None:
+    tools = [*TOOLS, {"type": "web_search_20250305", "name": "web_search"}]
+    error = send(client, tools=tools, tool_choice={"type": "tool", "name": "web_search"}).json()["error"]
+    assert error["message"] == "tool_choice names 'web_search', which is not among the tools"
+    alone = send(client, tools=tools[1:]).json()["error"]
+    assert alone["message"].startswith("tools must hold a function: this server runs no tool of type 'web_search_")
+    only_code = send(client, tools=[{**TOOLS[0], "allowed_callers": ["code_execution_20260120"]}]).json()["error"]
+    assert only_code["message"].startswith('tools.0.allowed_callers must hold "direct"')

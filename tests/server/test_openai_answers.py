@@ -251,3 +251,19 @@ def test_models_are_listed_and_found(client: TestClient) -> None:
     assert client.get("/v1/models/scripted").json() == card
     assert client.get("/v1/models/other").status_code == 404
     assert chat(client, model="scripted").status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_tells_the_usage_so_far_of_its_choice(client: TestClient, route: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in route else {"prompt": "Hi"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"n": 2, "max_tokens": 6, "ignore_eos": True, "stream": True, "stream_options": options}
+    lines = client.post(route, json={**body, **fields}).text.split("\n\n")
+    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    for index in range(2):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(counts)
+        assert counts[-1] == 6
+        assert {usage["prompt_tokens"] for usage in usages} == {last["usage"]["prompt_tokens"]}
+    assert last["usage"]["completion_tokens"] == 12

@@ -6,85 +6,23 @@ that this server does not support, unless its value switches it off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mini_sglang.errors import FieldError
 from mini_sglang.sampling_params import Json
 from mini_sglang.server import chat, fields
+from mini_sglang.server.anthropic.history import ToolUseBlock, Turns, chat_messages_of
 from mini_sglang.server.bodies import SAMPLING_FIELDS, Body
 
-CacheControl = Json  # a hint: prefixes are cached anyway
 
-
-class TextBlock(Body):
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: fields.OffIfEmpty = None
-
-
-class ThinkingBlock(Body):
-    """Reasoning of an earlier answer; the chat template decides whether the model sees it again."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
-
-
-class ToolUseBlock(Body):
-    """A call of an earlier answer."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Json
-    cache_control: CacheControl | None = None
-
-
-class ToolResultBlock(Body):
-    """The result of a call. A chat has no field for an error, so the text says that the call failed."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: fields.Content = ""
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
-
-    def for_chat(self) -> chat.Message:
-        content = f"Error: {self.content}" if self.is_error else self.content
-        return chat.Message(role="tool", content=content, tool_call_id=self.tool_use_id)
-
-
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-
-
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-BlockList = Annotated[
-    list[Block],
-    fields.FAIL_FAST,
-    fields.at_most(fields.MAX_MESSAGES),
-    BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
-]
-
-
-class Turn(Body):
-    """One message. Consecutive messages of one role become one turn."""
-
-    role: Literal["user", "assistant"]
-    content: BlockList
-
-    def blocks(self, kind: type[Body]) -> Iterator[Any]:
-        return (block for block in self.content if isinstance(block, kind))
-
-    @property
-    def text(self) -> str:
-        return "".join(block.text for block in self.blocks(TextBlock))
+def _called_directly(callers: list[str]) -> list[str]:
+    if "direct" not in callers:
+        raise ValueError('must hold "direct": this server runs no code that could call tools')
+    return callers
 
 
 class ToolDefinition(Body):
@@ -95,11 +33,20 @@ class ToolDefinition(Body):
     description: str | None = None
     input_schema: chat.ParameterSchema
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    input_examples: list[Json] | None = None  # the model sees them with the description
+    # The model knows all tools from the start, and calls them itself.
+    allowed_callers: Annotated[list[str], AfterValidator(_called_directly)] | None = None
+    defer_loading: fields.Ignored = None
+    eager_input_streaming: fields.Ignored = None
+    cache_control: fields.Ignored = None
 
     def for_chat(self) -> chat.Tool:
+        description = self.description
+        if self.input_examples:
+            examples = msgspec.json.encode(self.input_examples).decode()
+            description = f"{description or ''}\nExamples of input: {examples}".lstrip()
         function = chat.Function(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+            name=self.name, description=description, parameters=self.input_schema, strict=self.strict
         )
         return chat.Tool(type="function", function=function)
 
@@ -120,8 +67,9 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["adaptive", "disabled"]  # the server enforces no budget, so none is accepted
-    display: Literal["summarized"] | None = None
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=1)  # not enforced: max_tokens bounds all that is generated
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(Body):
@@ -134,42 +82,84 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
-    effort: fields.Off = None
+    effort: chat.ReasoningEffort | None = None
+    task_budget: fields.Ignored = None
 
 
 class Metadata(Body):
     user_id: str | None = None  # changes no answer
 
 
-Turns = Annotated[list[Turn], Field(min_length=1), fields.FAIL_FAST, fields.at_most(fields.MAX_MESSAGES)]
-
-
-class PromptBody(Body):
-    """The fields that make the prompt, which both routes share."""
+class PromptBody(chat.ConversationBody):
+    """The fields of both routes, so that what can be sent can be counted."""
 
     model: str | None = None
     messages: Turns
-    system: fields.Content | None = None
-    tools: Annotated[list[ToolDefinition], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)] | None = None
+    system: Annotated[fields.Content | None, BeforeValidator(fields.without_bookkeeping)] = None
+    tools: (
+        Annotated[
+            list[ToolDefinition],
+            fields.FAIL_FAST,
+            fields.at_most(fields.MAX_TOOLS),
+            fields.only_functions("custom", None),
+        ]
+        | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: fields.TemplateArguments | None = None  # as for a chat
-    cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
-    speed: Annotated[None, fields.must_be_off("standard")] = None
+    stop_sequences: fields.StopStrings | None = None
+    stop: fields.Off = None  # the other APIs' name of stop_sequences
+    chat_template_kwargs: fields.TemplateArguments | None = None  # as for a chat
+    # For Anthropic's books, caches and machines: these change no answer.
+    metadata: Metadata | None = None
+    anthropic_beta: fields.Ignored = None
+    anthropic_version: fields.Ignored = None
+    betas: fields.Ignored = None
+    billing_policy: fields.Ignored = None
+    cache_control: fields.Ignored = None
+    context_management: fields.Ignored = None  # the conversation is taken as it is sent
+    diagnostics: fields.Ignored = None
+    fallback_credit_token: fields.Ignored = None
+    fallbacks: fields.Ignored = None
+    service_tier: fields.Ignored = None
+    speed: fields.Ignored = None
+    user_profile_id: fields.Ignored = None
+    workspace_id: fields.Ignored = None
+    # Not supported.
+    compaction: fields.Off = None
+    container: fields.Off = None
+    inference_geo: fields.Off = None
+    mcp_servers: fields.OffIfEmpty = None
+    thread: fields.Off = None
+
+    @model_validator(mode="after")
+    def _leaves_room_for_the_answer(self) -> Self:
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and self.max_tokens is not None and budget >= self.max_tokens:
+            raise FieldError("thinking.budget_tokens", f"must be less than max_tokens, got {budget}", "max_tokens")
+        return self
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        return {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether the answer is to leave out the text of reasoning."""
+        return self.thinking is not None and self.thinking.display == "omitted"
 
     def chat_messages(self) -> list[chat.Message]:
-        """The conversation as a chat has it: the system prompt first, results of tools before the user's text."""
+        """The conversation as a chat has it: the system prompt first."""
         system = [] if self.system is None else [chat.Message(role="system", content=self.system)]
-        messages = (message for turn in self.messages for message in _chat_messages_of(turn))
-        return system + chat.join_runs(messages, ("user", "assistant"))
+        return chat.join_runs([*system, *chat_messages_of(self.messages)], ("system", "user", "assistant"))
 
     def template(self) -> chat.TemplateBody:
         """How the messages become a prompt. If the assistant has the last message, the answer continues it.
 
         Raises ValidationError if tools and choice do not fit.
         """
-        thinks = self.thinking is not None and self.thinking.type == "adaptive"
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
         last = self.messages[-1]
         choice = self.tool_choice
         if choice is not None and choice.type == "any" and not self.tools:
@@ -177,44 +167,11 @@ class PromptBody(Body):
         return chat.TemplateBody(
             continue_final_message=last.role == "assistant" and not any(last.blocks(ToolUseBlock)),
             chat_template_kwargs={"enable_thinking": thinks, **(self.chat_template_kwargs or {})},
+            reasoning_effort=None if self.output_config is None else self.output_config.effort,
             tools=None if not self.tools else [tool.for_chat() for tool in self.tools],
             tool_choice=None if choice is None else choice.for_chat(),
             parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         )
-
-
-def _chat_messages_of(turn: Turn) -> Iterator[chat.Message]:
-    if turn.role == "assistant":
-        calls = [
-            chat.MessageCall(id=block.id, function=chat.CalledFunction(name=block.name, arguments=block.input))
-            for block in turn.blocks(ToolUseBlock)
-        ]
-        reasoning = "".join(block.thinking for block in turn.blocks(ThinkingBlock)) or None
-        yield chat.Message(role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=reasoning)
-        return
-    for block in turn.blocks(ToolResultBlock):
-        yield block.for_chat()
-    if any(turn.blocks(TextBlock)) or not turn.content:
-        yield chat.Message(role="user", content=turn.text)
-
-
-class MessagesBody(PromptBody, chat.ConversationBody):
-    """POST /v1/messages."""
-
-    max_tokens: int = Field(ge=1)
-    stop_sequences: fields.StopStrings | None = None
-    stop: fields.Off = None  # the other APIs' name of stop_sequences
-    metadata: Metadata | None = None
-    service_tier: Annotated[None, fields.must_be_off("auto", "standard_only")] = None
-    container: fields.Off = None
-    diagnostics: fields.Off = None
-    inference_geo: fields.Off = None
-    mcp_servers: fields.OffIfEmpty = None
-    context_management: fields.Off = None
-
-    @property
-    def field_names(self) -> Mapping[str, str]:
-        return {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
     def sampling_fields(self) -> Json:
         wanted = None if self.output_config is None else self.output_config.format
@@ -223,6 +180,12 @@ class MessagesBody(PromptBody, chat.ConversationBody):
             "stop": self.stop_sequences,
             "response_format": None if wanted is None else wanted.for_chat(),
         }
+
+
+class MessagesBody(PromptBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
 
 
 class CountTokensBody(PromptBody):

@@ -5,6 +5,7 @@ Knows no engine and no HTTP.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -28,20 +29,27 @@ _ERROR_TYPES = {
 
 
 class MessageFormat(AnswerFormat):
-    """One answer of /v1/messages. `fits_context`: whether the context has room for `max_tokens`."""
+    """One answer of /v1/messages. `fits_context`: whether the context has room for `max_tokens`.
+
+    With `omits_thinking` the text of reasoning is left out, but not its block.
+    """
 
     ping = named_event({"type": "ping"})
 
-    def __init__(self, message_id: str, model: str, parser: AnswerParser, fits_context: bool) -> None:
+    def __init__(
+        self, message_id: str, model: str, parser: AnswerParser, fits_context: bool, omits_thinking: bool
+    ) -> None:
         self._id = message_id
         self._model = model
         self._parser = parser
         self._fits_context = fits_context
+        self._omits_thinking = omits_thinking
         self._answer = Answer()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         [output] = outputs
-        content = [_content_block(block) for block in self._parser.whole(output).blocks]
+        blocks = self._parser.whole(output).blocks
+        content = [_content_block(dataclasses.replace(b, text="") if self._is_omitted(b) else b) for b in blocks]
         return {**self._message(content, output.usage), **self._ending(output)}
 
     def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
@@ -51,7 +59,8 @@ class MessageFormat(AnswerFormat):
 
     def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
         for change, block, text in self._answer.push(self._parser.push(output)):
-            yield _block_event(change, block, text)
+            if change != "grown" or not self._is_omitted(block):
+                yield _block_event(change, block, text)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         [last] = outputs
@@ -62,6 +71,9 @@ class MessageFormat(AnswerFormat):
 
     def failure(self, error: ApiError) -> Iterator[bytes]:
         yield named_event(error_json(error))
+
+    def _is_omitted(self, block: Block) -> bool:
+        return self._omits_thinking and block.kind == "reasoning"
 
     def _message(self, content: list[Json], usage: Usage) -> Json:
         return {

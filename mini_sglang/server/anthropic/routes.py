@@ -48,7 +48,7 @@ async def messages(request: Request) -> Response:
     model = context.check_model(body.model)
     job, rules = await make_chat_job(request, f"msg_{uuid.uuid4().hex}", body)
     fits_context = len(job.prompt_of(0)) + body.max_tokens <= context.engine.info.context_length
-    answer_format = MessageFormat(job.id, model, rules.parser(), fits_context)
+    answer_format = MessageFormat(job.id, model, rules.parser(), fits_context, body.omits_thinking)
     return await answer(request, job, answer_format, stream=body.stream)
 
 
@@ -58,6 +58,6 @@ async def count_tokens(request: Request) -> Json:
     context = context_of(request)
     body = await read_body(request, CountTokensBody)
     context.check_model(body.model)
-    with client_errors({}):
+    with client_errors(body.field_names):
         conversation, template = await work_on_body(request, lambda: (body.chat_messages(), body.template()))
         return {"input_tokens": len(await encode_messages(request, conversation, template))}

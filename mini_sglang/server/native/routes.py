@@ -50,8 +50,8 @@ async def generate(request: Request) -> Response:
         return await sglang_routes.generate(request, check_body(fields, SglangBody))
     body = check_body(fields, GenerateBody)
     params, prompt = to_sampling_params(body.sampling_fields()), parse_prompt(body.prompt)
-    request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
-    job = make_job(context, request_id, await encode_prompts(context, [prompt]), params, body)
+    prompt_ids = await encode_prompts(context, [prompt])
+    job = make_job(context, f"gen-{uuid.uuid4().hex}", prompt_ids, params, body, client_id=body.request_id)
     return await answer(request, job, GenerateFormat(job.id), stream=body.stream)
 
 

@@ -67,8 +67,10 @@ class OpenAIBody(SamplingBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: fields.Labels | None = None
+    prompt_cache_retention: fields.Ignored = None
+    prompt_cache_options: fields.Ignored = None
+    service_tier: str | None = None
     store: fields.OffIfFalse = None
-    service_tier: Annotated[None, fields.must_be_off("auto", "default")] = None
     # SGLang's router writes these into every body.
     no_stop_trim: bool | None = None  # another name of include_stop_str_in_output
     return_hidden_states: fields.OffIfFalse = None
@@ -127,13 +129,13 @@ class ChatBody(OpenAIBody, chat.ConversationBody, chat.TemplateBody):
     # Not supported.
     functions: fields.OffIfEmpty = None
     function_call: Annotated[None, fields.must_be_off("none", "auto")] = None
-    verbosity: Annotated[None, fields.must_be_off("medium")] = None
     separate_reasoning: Annotated[None, fields.must_be_off(True)] = None
     stream_reasoning: Annotated[None, fields.must_be_off(True)] = None
     modalities: Annotated[None, fields.must_be_off(["text"])] = None
     audio: fields.Off = None
     prediction: fields.Off = None
     web_search_options: fields.Off = None
+    moderation: fields.Off = None
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:

@@ -36,9 +36,9 @@ class Envelope:
         """A whole answer; `kind` is OpenAI's name for it."""
         return self._wrap(kind, choices, self._total_usage(outputs, reasoning_tokens))
 
-    def chunk(self, kind: str, choice: Json, usage: Usage | None) -> bytes:
-        """The event of a chunk with one choice and, unless None, the choice's usage so far."""
-        return event(self._wrap(kind, [choice], usage))
+    def chunk(self, kind: str, choice: Json, usage: Usage) -> bytes:
+        """The event of a chunk with one choice and, if it was asked for, the choice's usage so far."""
+        return event(self._wrap(kind, [choice], usage if self.continuous_usage else None))
 
     def closing(self, kind: str, outputs: Sequence[RequestOutput], reasoning_tokens: int) -> Iterator[bytes]:
         """The events that end a stream."""
@@ -97,7 +97,8 @@ class ChatFormat(AnswerFormat):
     def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
         delta = {"role": "assistant", "content": "", "refusal": None}
         part: Json = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
-        yield self._envelope.chunk(_CHUNK, part, usage=None)
+        nothing_yet = msgspec.structs.replace(first.usage, completion_tokens=0)
+        yield self._envelope.chunk(_CHUNK, part, nothing_yet)
 
     def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
         parser = self._parsers[choice]
@@ -106,9 +107,9 @@ class ChatFormat(AnswerFormat):
         if not delta and logprobs is None and not output.finished:
             return
         part = {"index": choice, "delta": delta, "logprobs": logprobs, **_ending(output, parser.has_calls)}
-        usage: Usage | None = None
+        usage = output.usage
         if self._envelope.continuous_usage:
-            usage = msgspec.structs.replace(output.usage, reasoning_tokens=parser.reasoning_tokens(output))
+            usage = msgspec.structs.replace(usage, reasoning_tokens=parser.reasoning_tokens(output))
         yield self._envelope.chunk(_CHUNK, part, usage)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
@@ -189,7 +190,7 @@ class CompletionFormat(AnswerFormat):
 
     def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
         part = self._choice(choice, output, output.text_delta, output.new_logprobs)
-        yield self._envelope.chunk(_COMPLETION, part, output.usage if self._envelope.continuous_usage else None)
+        yield self._envelope.chunk(_COMPLETION, part, output.usage)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         return self._envelope.closing(_COMPLETION, outputs, reasoning_tokens=0)

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from mini_sglang.sampling_params import MAX_LOGPROBS, Json
 from mini_sglang.server import chat, fields
 from mini_sglang.server.bodies import SAMPLING_FIELDS, Body
+from mini_sglang.server.responses.items import InputItems, chat_message_of
 
 _MAX_DEPTH = 100  # of objects that an answer repeats
 
@@ -30,89 +31,6 @@ def _not_deep(value: Any) -> Any:
 
 RepeatedObject = Annotated[Json, BeforeValidator(_not_deep)]
 
-_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
-
-
-def _plain_parts(content: Any) -> Any:
-    """Turn a message's parts, whose types have other names here, into the parts of a chat's message."""
-    if not isinstance(content, list) or len(content) > fields.MAX_MESSAGES:
-        return content
-    return [
-        {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in _TEXT_PARTS
-        else part
-        for part in content
-    ]
-
-
-def _typed_items(value: Any) -> Any:
-    """Give every item its type, which messages may leave out. A string is a message of the user."""
-    if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": value}]
-    if not isinstance(value, list) or len(value) > fields.MAX_MESSAGES:
-        return value
-    return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
-
-
-Parts = Annotated[fields.Content, BeforeValidator(_plain_parts)]
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class InputMessage(Body):
-    """A message of the conversation. A message of an earlier answer may keep all fields that it had there."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Parts
-    id: str | None = None
-    status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
-
-
-class InputReasoning(Body):
-    """Reasoning of an earlier answer; the chat template decides whether the model sees it again."""
-
-    type: Literal["reasoning"]
-    content: Parts | None = None
-    summary: list[Json] | None = None
-    encrypted_content: fields.Off = None
-    id: str | None = None
-    status: Status | None = None
-
-
-class InputCall(Body):
-    """A call of an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: Status | None = None
-    # The client's own dump of an earlier answer has these.
-    async_: fields.Off = None
-    caller: fields.Off = None
-    namespace: fields.Off = None
-
-
-class InputCallOutput(Body):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Parts
-    id: str | None = None
-    status: Status | None = None
-
-
-InputItem = Annotated[InputMessage | InputReasoning | InputCall | InputCallOutput, Field(discriminator="type")]
-InputItems = Annotated[
-    list[InputItem],
-    Field(min_length=1),
-    fields.FAIL_FAST,
-    fields.at_most(fields.MAX_MESSAGES),
-    BeforeValidator(_typed_items, json_schema_input_type=str | list[InputItem]),
-]
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # no answer has the latter
 
 
@@ -160,13 +78,16 @@ class SchemaFormat(Body):
 
 class TextOptions(Body):
     format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Annotated[None, fields.must_be_off("medium")] = None
+    verbosity: chat.Verbosity | None = None
 
 
 class ReasoningOptions(Body):
     effort: chat.ReasoningEffort | None = None
-    summary: Annotated[None, fields.must_be_off("auto")] = None
-    generate_summary: fields.Off = None
+    # Reasoning comes whole, and the template decides what it repeats of earlier answers.
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: fields.Ignored = None
+    context: fields.Ignored = None
+    mode: Annotated[None, fields.must_be_off("standard")] = None
 
 
 class ResponseStreamOptions(Body):
@@ -183,7 +104,15 @@ class ResponsesBody(chat.ConversationBody):
     max_tokens: fields.Off = None  # the other APIs' name of it
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     include: Annotated[list[Includable], fields.FAIL_FAST, fields.at_most(16)] | None = None
-    tools: Annotated[list[FunctionTool], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[
+            list[FunctionTool],
+            fields.FAIL_FAST,
+            fields.at_most(fields.MAX_TOOLS),
+            fields.only_functions("function", None),
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -196,7 +125,15 @@ class ResponsesBody(chat.ConversationBody):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     metadata: fields.Labels | None = None
-    service_tier: Annotated[None, fields.must_be_off("auto", "default")] = None
+    # For its caches, machines and tools: these change no answer either.
+    access_programs: fields.Ignored = None
+    background_options: fields.Ignored = None
+    client_metadata: fields.Ignored = None
+    context_management: fields.Ignored = None  # the conversation is taken as it is sent
+    image: fields.Ignored = None
+    max_tool_calls: fields.Ignored = None  # of the vendor's own tools
+    prompt_cache_options: fields.Ignored = None
+    service_tier: fields.Ignored = None
     # Not supported.
     store: fields.OffIfFalse = None
     previous_response_id: fields.Off = None
@@ -204,8 +141,6 @@ class ResponsesBody(chat.ConversationBody):
     background: fields.OffIfFalse = None
     prompt: fields.Off = None
     truncation: Annotated[None, fields.must_be_off("disabled")] = None
-    max_tool_calls: fields.Off = None
-    context_management: fields.Off = None
     moderation: fields.Off = None
 
     @property
@@ -221,7 +156,7 @@ class ResponsesBody(chat.ConversationBody):
     def chat_messages(self) -> list[chat.Message]:
         """The conversation of a chat: the instructions come first, and all items of one answer are one message."""
         instructions = [] if self.instructions is None else [chat.Message(role="system", content=self.instructions)]
-        return instructions + chat.join_runs(map(_chat_message_of, self.input), ("assistant",))
+        return instructions + chat.join_runs(map(chat_message_of, self.input), ("assistant",))
 
     def template(self) -> chat.TemplateBody:
         choice = self.tool_choice
@@ -231,6 +166,7 @@ class ResponsesBody(chat.ConversationBody):
             tool_choice=choice.for_chat() if isinstance(choice, NamedFunction) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            verbosity=None if self.text is None else self.text.verbosity,
         )
 
     def sampling_fields(self) -> Json:
@@ -242,18 +178,3 @@ class ResponsesBody(chat.ConversationBody):
             "logprobs": (self.top_logprobs or 0) if wants_logprobs else None,
             "response_format": None if wanted is None else wanted.for_chat(),
         }
-
-
-def _chat_message_of(item: InputMessage | InputReasoning | InputCall | InputCallOutput) -> chat.Message:
-    match item:
-        case InputMessage():
-            return chat.Message(role=item.role, content=item.content)
-        case InputReasoning():
-            return chat.Message(role="assistant", reasoning_content=item.content)
-        case InputCall():
-            call = chat.MessageCall(
-                id=item.call_id, function=chat.CalledFunction(name=item.name, arguments=item.arguments)
-            )
-            return chat.Message(role="assistant", tool_calls=[call])
-        case InputCallOutput():
-            return chat.Message(role="tool", content=item.output, tool_call_id=item.call_id)

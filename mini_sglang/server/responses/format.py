@@ -43,12 +43,17 @@ class ResponseFormat(AnswerFormat):
         self._created = int(time.time())
         self._answer = Answer()
         self._logprobs: dict[int, list[Json]] = {}  # of the texts, by index
+        self._pending: list[TokenLogprobs] = []  # of tokens that belong to no block yet
         self._num_events = 0
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         [output] = outputs
-        for _ in self._changes(dataclasses.replace(output, text_delta=output.text), output.logprobs):
-            pass
+        # Step by step if there are log-probabilities, so that each text gets those that a stream would give it.
+        steps = [dataclasses.replace(output, text_delta=output.text)] if output.logprobs is None else output.steps()
+        for step in steps:
+            for _ in self._changes(step):
+                pass
+        self._take_logprobs()
         return self._complete(output)
 
     def opening(self, choice: int, first: RequestOutput) -> Iterator[bytes]:
@@ -57,11 +62,13 @@ class ResponseFormat(AnswerFormat):
         yield self._event("response.in_progress", response=begun)
 
     def delta(self, choice: int, output: RequestOutput) -> Iterator[bytes]:
-        for change, block, text, logprobs in self._changes(output, output.new_logprobs):
+        for change, block, text, logprobs in self._changes(output):
             yield from self._block_events(change, block, text, logprobs)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         [last] = outputs
+        if late := self._take_logprobs():
+            yield from self._block_events("grown", self._answer.blocks[-1], "", late)
         response = self._complete(last)
         for change, block, text in self._answer.close():
             yield from self._block_events(change, block, text, [], response["output"][-1]["status"])
@@ -76,17 +83,27 @@ class ResponseFormat(AnswerFormat):
 
     # -- items --------------------------------------------------------------------------------------------------------
 
-    def _changes(
-        self, output: RequestOutput, entries: list[TokenLogprobs] | None
-    ) -> Iterator[tuple[Change, Block, str, list[Json]]]:
-        """Yield what `output` changes. The first text that it adds gets its log-probabilities."""
-        logprobs = logprob_entries(self._tokenizer, entries or [])
-        for change, block, text in self._answer.push(self._parser.push(output)):
-            new: list[Json] = []
-            if change == "grown" and block.kind == "text":
-                new, logprobs = logprobs, []
-                self._logprobs.setdefault(block.index, []).extend(new)
-            yield change, block, text, new
+    def _changes(self, output: RequestOutput) -> Iterator[tuple[Change, Block, str, list[Json]]]:
+        """Yield what `output` changes. Text that grows gets the log-probabilities of all tokens since the last change.
+
+        Those of reasoning, its markers included, and of calls are left out.
+        """
+        self._pending += output.new_logprobs or []
+        changes = self._answer.push(self._parser.push(output))
+        if self._pending:
+            num_reasoning = self._parser.reasoning_tokens(output)
+            del self._pending[: max(0, num_reasoning - (output.usage.completion_tokens - len(self._pending)))]
+        for change, block, text in changes:
+            yield change, block, text, self._take_logprobs() if change == "grown" else []
+
+    def _take_logprobs(self) -> list[Json]:
+        """Give the tokens that belong to no block yet to the last block; returns their entries if it is a text."""
+        pending, self._pending = self._pending, []
+        if not pending or not self._answer.blocks or self._answer.blocks[-1].kind != "text":
+            return []
+        entries = logprob_entries(self._tokenizer, pending)
+        self._logprobs.setdefault(self._answer.blocks[-1].index, []).extend(entries)
+        return entries
 
     def _block_events(
         self, change: Change, block: Block, text: str, logprobs: list[Json], end_status: str = "completed"

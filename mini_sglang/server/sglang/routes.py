@@ -41,7 +41,7 @@ async def generate(request: Request, body: SglangBody) -> Response:
     with client_errors(body.field_names):
         params, prompts = to_sampling_params(body.sampling_fields()), _parse_prompts(body)
         prompt_ids = await encode_prompts(context, prompts, n=body.num_choices)
-        job = make_job(context, body.rid or uuid.uuid4().hex, prompt_ids, params, body)
+        job = make_job(context, uuid.uuid4().hex, prompt_ids, params, body, client_id=body.rid)
     return await answer(request, job, SglangFormat(job, body, context.tokenizer), stream=body.stream)
 
 
