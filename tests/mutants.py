@@ -1,16 +1,15 @@
-"""What tests notice: statements are removed one at a time from the modules below, and the tests that own them must fail.
+"""What the tests notice: a module without one of its statements has to fail the tests that own it.
 
-    python -m tests.mutants --jobs 8 --out build/mutants
+    python -m tests.mutants --jobs 8 --out /tmp/mutants
 
-Every statement of a function counts that stands on one line of its own: assignments, calls, `del`, `raise`, `return`,
-`break` and `continue`; declarations (fields, constants, docstrings), assertions for the type checker and log messages do
-not. A removal that no test notices is a missing test, or a statement that can go, or it is listed with its reason in
-mutants.toml. Tools for Python that were looked at (mutmut, cosmic-ray) change operators and values and have no operator
-that removes a statement.
+Statements of functions are removed one at a time: assignments, calls, `del`, `raise`, `return`, `break`, `continue`; not
+declarations (fields, constants, docstrings), assertions for the type checker, nor log messages. A removal that nothing
+notices is a missing test, or a statement that can go, or has its reason in mutants.toml. (mutmut and cosmic-ray change
+operators and values; neither removes statements.)
 
-Each removal is tried in a process of its own, forked from this one, in which the slow imports are done. That process
-compiles one module without the statement, runs the quickest tests first and ends with the first that fails. Random tests
-draw the same examples each time. An endless loop ends at a limit on processor time, and counts as noticed.
+Each removal is tried in a process of its own, forked from this one, in which the slow imports are done. It compiles one
+module without the statement, runs the quickest tests first, and ends with the first that fails. Random tests draw the
+same examples each time. An endless loop ends at a limit of processor time, and counts as noticed.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TypedDict
 
 import pytest
 
@@ -68,7 +69,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 }
 LEAST_CAUGHT = 0.95
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 _LIMIT_S = 900  # of one process, for tests that wait for what never comes
 _TEST_CPU_S = 8  # of one test beside ten times what it takes of itself
 _MEMORY = 4 << 30  # bytes, beside what the imports hold
@@ -90,9 +91,9 @@ class Removal:
 
 @dataclass
 class Outcome:
-    """What the tests made of a module without one of its statements, or (`removal` None) as it is."""
+    """What the tests made of a module without one of its statements."""
 
-    removal: Removal | None
+    removal: Removal
     line: int
     verdict: str = "survived"  # "caught", "endless", "survived"
     by: str = ""  # the test that failed
@@ -221,8 +222,25 @@ class _Watch:
             self.failed.append(report.nodeid)
 
 
-def _test(removal: Removal | None, owners: Sequence[str], durations: Mapping[str, float]) -> dict[str, object]:
-    """Run the owners' tests on the package without the statement. Called in a process that is there for nothing else."""
+class _Tested(TypedDict):
+    """What a process says when it ends by itself."""
+
+    status: int  # pytest's; 0: all tests passed
+    failed: list[str]
+    durations: dict[str, float]  # seconds
+    modules: list[str]  # all that was imported but for the package, its tests and pytest's plugins
+
+
+@dataclass(frozen=True)
+class _Ended:
+    number: int  # of the work that the process did
+    tested: _Tested | None
+    signal: int  # that ended the process, or 0
+    seconds: float
+
+
+def _test(removal: Removal | None, owners: Sequence[str], durations: Mapping[str, float]) -> _Tested:
+    """Run the owners' tests on the package without the statement, in a process that is there for nothing else."""
     from hypothesis import HealthCheck, Phase, settings
 
     settings.register_profile(
@@ -240,10 +258,12 @@ def _test(removal: Removal | None, owners: Sequence[str], durations: Mapping[str
     only_first = ["--exitfirst"] if removal is not None else []
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*owners, *only_first, *plugins, "--tb=short"], [watch])
-    return {"status": int(status), "failed": watch.failed, "durations": watch.durations}
+    own = ("__main__", "conftest", "mini_sglang", "tests")
+    modules = [name for name in sys.modules if name.partition(".")[0] not in own]
+    return {"status": int(status), "failed": watch.failed, "durations": watch.durations, "modules": modules}
 
 
-def _fork(work: Callable[[], dict[str, object]], folder: Path) -> int:
+def _fork(work: Callable[[], _Tested], folder: Path) -> int:
     """Run `work` in a forked process that writes what it returns to result.json and what it prints to output."""
     pid = os.fork()
     if pid:
@@ -265,79 +285,76 @@ def _fork(work: Callable[[], dict[str, object]], folder: Path) -> int:
         os._exit(0)
 
 
-def run_all(
-    works: Iterable[Callable[[], dict[str, object]]], jobs: int, folder: Path
-) -> Iterator[tuple[int, dict[str, object], float]]:
-    """Run each of `works` in a process of its own, `jobs` at a time -> (its number, result, seconds) as they end.
-
-    The result has `signal`, the number of the signal that ended the process, or 0.
-    """
-    numbered = enumerate(works)
-    running: dict[int, tuple[int, float, Path]] = {}
-    more = True
-    while more or running:
-        while more and len(running) < jobs:
-            number, work = next(numbered, (-1, None))
-            more = work is not None
-            if work is not None:
-                place = folder / str(number)
-                place.mkdir()
-                running[_fork(work, place)] = (number, time.monotonic(), place)
+def _run_all(works: Iterable[Callable[[], _Tested]], jobs: int, folder: Path) -> Iterator[_Ended]:
+    """Run each of `works` in a process of its own, `jobs` at a time; gives out the processes as they end."""
+    waiting = enumerate(works)
+    running: dict[int, tuple[int, float, Path]] = {}  # by process id: number, start, folder
+    while True:
+        while len(running) < jobs and (next_one := next(waiting, None)):
+            number, work = next_one
+            place = folder / str(number)
+            place.mkdir()
+            running[_fork(work, place)] = (number, time.monotonic(), place)
+        if not running:
+            return
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
-            for late in [late for late, (_, start, _) in running.items() if time.monotonic() - start > _LIMIT_S]:
+            for late in [pid for pid, (_, start, _) in running.items() if time.monotonic() - start > _LIMIT_S]:
                 os.kill(late, signal.SIGKILL)
             time.sleep(0.02)
-        elif pid in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            number, start, place = running.pop(pid)
-            result: dict[str, object] = {}
-            with contextlib.suppress(FileNotFoundError):
-                result = json.loads((place / "result.json").read_text())
-            result["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            yield number, result, time.monotonic() - start
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what the tests have started
+        number, start, place = running.pop(pid)
+        result = place / "result.json"
+        tested: _Tested | None = json.loads(result.read_text()) if result.exists() and not status else None
+        yield _Ended(number, tested, os.WTERMSIG(status), time.monotonic() - start)
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
 def measure(modules: Sequence[str], jobs: int, folder: Path) -> dict[tuple[str, ...], dict[str, float]]:
-    """Seconds of each test that passes when nothing is removed, by owners. Names those that fail."""
+    """Seconds of each test that passes when nothing is removed, by owners. Names those that fail.
+
+    What the tests import beside the package is imported here too, so that no later process need do it.
+    """
     groups = sorted({OWNERS[module] for module in modules})
-    measured = {}
-    for number, result, _ in run_all([lambda owners=owners: _test(None, owners, {}) for owners in groups], jobs, folder):
-        durations, failed = result.get("durations", {}), result.get("failed", [])
-        assert isinstance(durations, dict)
-        assert isinstance(failed, list)
-        measured[groups[number]] = {test: s for test, s in durations.items() if test not in failed}
-        for test in failed:
+    measured, imported = {}, set()
+    for ended in _run_all([partial(_test, None, owners, {}) for owners in groups], jobs, folder):
+        owners, tested = groups[ended.number], ended.tested
+        passed = {test: s for test, s in tested["durations"].items() if test not in tested["failed"]} if tested else {}
+        if tested is None or not passed:
+            output = (folder / str(ended.number) / "output").read_text(errors="replace")
+            raise RuntimeError(f"no test of {owners} passes: signal {ended.signal}\n{output}")
+        for test in tested["failed"]:
             print(f"left out, since it fails with nothing removed: {test}", flush=True)
-        if not measured[groups[number]]:
-            raise RuntimeError(f"no test of {groups[number]} passes: {(folder / str(number) / 'output').read_text()}")
+        measured[owners] = passed
+        imported.update(tested["modules"])
+    for name in sorted(imported - sys.modules.keys()):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     return measured
 
 
 def try_all(chosen: Mapping[Removal, int], jobs: int) -> list[Outcome]:
     """Remove each of these statements and run the tests that own its module."""
+    outcomes = [Outcome(removal, line) for removal, line in chosen.items()]
     with tempfile.TemporaryDirectory() as name:
         plain, broken = Path(name, "plain"), Path(name, "broken")
         plain.mkdir()
         broken.mkdir()
         measured = measure(sorted({removal.module for removal in chosen}), jobs, plain)
-        outcomes = [Outcome(removal, line) for removal, line in chosen.items()]
-        works = [
-            lambda removal=removal: _test(removal, OWNERS[removal.module], measured[OWNERS[removal.module]])
-            for removal in chosen
-        ]
-        for number, result, seconds in run_all(works, jobs, broken):
-            outcome = outcomes[number]
-            outcome.seconds = round(seconds, 1)
-            if result["signal"]:
-                outcome.verdict, outcome.by = "endless", f"ended by signal {result['signal']}"
-            elif result.get("status") != 0:
-                failed = result.get("failed")
-                outcome.verdict, outcome.by = "caught", str(failed[0]) if isinstance(failed, list) and failed else ""
+        owners = {removal: OWNERS[removal.module] for removal in chosen}
+        works = [partial(_test, removal, owners[removal], measured[owners[removal]]) for removal in chosen]
+        for ended in _run_all(works, jobs, broken):
+            outcome = outcomes[ended.number]
+            outcome.seconds = round(ended.seconds, 1)
+            if ended.signal:
+                outcome.verdict, outcome.by = "endless", f"signal {ended.signal}"
+            elif ended.tested is None or ended.tested["status"]:
+                outcome.verdict = "caught"
+                outcome.by = next(iter(ended.tested["failed"]), "") if ended.tested else "no result"
             else:
                 print(f"unnoticed: {outcome.removal} (line {outcome.line})", flush=True)
     return outcomes
@@ -346,7 +363,7 @@ def try_all(chosen: Mapping[Removal, int], jobs: int) -> list[Outcome]:
 def report(outcomes: Sequence[Outcome], listed: Mapping[Removal, str]) -> tuple[str, bool]:
     """A table by module and all that is not as the list says; and whether all is well."""
     lines = ["", f"{'module':42} removed caught endless listed unlisted"]
-    groups = [(module, [o for o in outcomes if o.removal and o.removal.module == module]) for module in OWNERS]
+    groups = [(module, [o for o in outcomes if o.removal.module == module]) for module in OWNERS]
     for module, group in [*[pair for pair in groups if pair[1]], ("all", list(outcomes))]:
         verdicts = Counter(outcome.verdict for outcome in group)
         known = sum(outcome.verdict == "survived" and outcome.removal in listed for outcome in group)
