@@ -2,10 +2,10 @@
 
     python -m tests.mutants --jobs 8 --out /tmp/mutants
 
-Statements of functions are removed one at a time: assignments, calls, `del`, `raise`, `return`, `break`, `continue`; not
-declarations (fields, constants, docstrings), assertions for the type checker, nor log messages. A removal that nothing
-notices is a missing test, or a statement that can go, or has its reason in mutants.toml. (mutmut and cosmic-ray change
-operators and values; neither removes statements.)
+Statements of functions are removed one at a time: assignments, calls, `del`, `raise`, `return`, `break`, `continue`;
+not declarations (fields, constants, docstrings), assertions for the type checker, nor log messages. A removal that
+nothing notices is a missing test, or a statement that can go, or has its reason in mutants.toml. (mutmut and cosmic-ray
+change operators and values; neither removes statements.)
 
 Each removal is tried in a process of its own, forked from this one, in which the slow imports are done. It compiles one
 module without the statement, runs the quickest tests first, and ends with the first that fails. Random tests draw the
