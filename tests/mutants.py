@@ -239,7 +239,7 @@ class _Ended:
     seconds: float
 
 
-def _test(removal: Removal | None, owners: Sequence[str], durations: Mapping[str, float]) -> _Tested:
+def _test(removal: Removal | None, source: str, owners: Sequence[str], durations: Mapping[str, float]) -> _Tested:
     """Run the owners' tests on the package without the statement, in a process that is there for nothing else."""
     from hypothesis import HealthCheck, Phase, settings
 
@@ -253,7 +253,7 @@ def _test(removal: Removal | None, owners: Sequence[str], durations: Mapping[str
     )
     settings.load_profile("mutants")
     if removal is not None:
-        sys.meta_path.insert(0, _Finder(removal.module, without(removal, source_of(removal.module))))
+        sys.meta_path.insert(0, _Finder(removal.module, without(removal, source)))
     watch = _Watch(durations)
     only_first = ["--exitfirst"] if removal is not None else []
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -321,7 +321,7 @@ def measure(modules: Sequence[str], jobs: int, folder: Path) -> dict[tuple[str, 
     """
     groups = sorted({OWNERS[module] for module in modules})
     measured, imported = {}, set()
-    for ended in _run_all([partial(_test, None, owners, {}) for owners in groups], jobs, folder):
+    for ended in _run_all([partial(_test, None, "", owners, {}) for owners in groups], jobs, folder):
         owners, tested = groups[ended.number], ended.tested
         passed = {test: s for test, s in tested["durations"].items() if test not in tested["failed"]} if tested else {}
         if tested is None or not passed:
@@ -340,21 +340,26 @@ def measure(modules: Sequence[str], jobs: int, folder: Path) -> dict[tuple[str, 
 def try_all(chosen: Mapping[Removal, int], jobs: int) -> list[Outcome]:
     """Remove each of these statements and run the tests that own its module."""
     outcomes = [Outcome(removal, line) for removal, line in chosen.items()]
+    sources = {removal.module: source_of(removal.module) for removal in chosen}
     with tempfile.TemporaryDirectory() as name:
         plain, broken = Path(name, "plain"), Path(name, "broken")
         plain.mkdir()
         broken.mkdir()
         measured = measure(sorted({removal.module for removal in chosen}), jobs, plain)
-        owners = {removal: OWNERS[removal.module] for removal in chosen}
-        works = [partial(_test, removal, owners[removal], measured[owners[removal]]) for removal in chosen]
+        works = []
+        for removal in chosen:
+            owners = OWNERS[removal.module]
+            works.append(partial(_test, removal, sources[removal.module], owners, measured[owners]))
         for ended in _run_all(works, jobs, broken):
             outcome = outcomes[ended.number]
             outcome.seconds = round(ended.seconds, 1)
             if ended.signal:
                 outcome.verdict, outcome.by = "endless", f"signal {ended.signal}"
-            elif ended.tested is None or ended.tested["status"]:
-                outcome.verdict = "caught"
-                outcome.by = next(iter(ended.tested["failed"]), "") if ended.tested else "no result"
+            elif ended.tested is None:
+                output = (broken / str(ended.number) / "output").read_text(errors="replace")
+                raise RuntimeError(f"no result without {outcome.removal}:\n{output}")
+            elif ended.tested["status"]:
+                outcome.verdict, outcome.by = "caught", next(iter(ended.tested["failed"]), "")
             else:
                 print(f"unnoticed: {outcome.removal} (line {outcome.line})", flush=True)
     return outcomes

@@ -146,6 +146,50 @@ def test_check_finds_a_page_that_nobody_gave() -> None:
         kv.check()
 
 
+def test_check_finds_a_page_that_the_tree_does_not_own() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    kv.release(start(kv, [1, 2, 3]))
+    kv._tree.num_pages += 1
+    with pytest.raises(RuntimeError, match="the tree holds 2 pages and counts 3"):
+        kv.check()
+
+
+def test_check_finds_a_lock_that_no_request_holds() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    kv.release(start(kv, [1, 2, 3, 4]))
+    kv._tree.lock(b"", kv.match(request([1, 2, 9])))
+    with pytest.raises(RuntimeError, match="2 cached pages have no other holder, 1 are counted"):
+        kv.check()
+
+
+def test_check_finds_a_request_without_its_lock() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    new = request([1, 2, 3])
+    root = kv._tree.lock(b"", kv.match(new))
+    assert kv.admit(new, kv.match(new), 3)
+    kv._tree.unlock(root)
+    kv.check()
+    kv._tree.unlock(root)
+    with pytest.raises(RuntimeError, match=f"request {new.request_id} holds a path that is not locked"):
+        kv.check()
+
+
+def test_check_finds_pages_that_are_not_those_of_the_path() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    running = start(kv, [1, 2, 3, 4])
+    running.page_ids.reverse()
+    with pytest.raises(RuntimeError, match=f"request {running.request_id} does not hold the pages of its path"):
+        kv.check()
+
+
+def test_check_finds_tokens_that_are_not_those_of_the_path() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    running = start(kv, [1, 2, 3, 4])
+    kv.tokens(running)[0] = 9
+    with pytest.raises(RuntimeError, match=f"request {running.request_id} does not hold the pages of its path"):
+        kv.check()
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Requests come, grow, and leave in any order; steps are read late."""
 

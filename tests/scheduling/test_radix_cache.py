@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -196,6 +197,47 @@ def test_check_finds_a_lock_that_was_lost(page_size: int) -> None:
     node.locks = 0
     with pytest.raises(RuntimeError, match="locked pages"):
         tree.cache.check()
+
+
+def two_leaves_and_a_tail() -> RadixCache:
+    """Page 0 holds 1 2; below it are pages 1 (3 4, locked) and 2 (5 6), and page 3 with a tail (7)."""
+    tree = Tree(page_size=2)
+    tree.hold([1, 2, 3, 4])
+    tree.insert([1, 2, 5, 6])
+    tree.insert([1, 2, 7])
+    return tree.cache
+
+
+def node(cache: RadixCache, page: int | None) -> Node:
+    """The node of one page, or the root."""
+    (found,) = [node for node in cache.nodes() if node.page_ids == ([] if page is None else [page])]
+    return found
+
+
+FAULTS: dict[str, Callable[[RadixCache], object]] = {
+    "a page is held by two nodes": lambda cache: node(cache, 2).page_ids.__setitem__(0, 1),
+    "holds 4 pages and counts 5": lambda cache: setattr(cache, "num_pages", 5),
+    "has 2 locked pages and counts 1": lambda cache: setattr(cache, "num_locked_pages", 1),
+    r"pages \[2\] is dead": lambda cache: setattr(node(cache, 2), "dead", True),
+    "is an empty root": lambda cache: cache._roots.update({b"salt": Node(None, b"salt", array("i"), [])}),
+    r"pages \[\] has the wrong number of tokens": lambda cache: node(cache, None).tokens.append(9),
+    r"pages \[2\] has the wrong number of tokens": lambda cache: node(cache, 2).tokens.append(9),
+    r"pages \[3\] has the wrong number of tokens": lambda cache: node(cache, 3).tokens.pop(),
+    r"pages \[2\] has the wrong key": lambda cache: setattr(node(cache, 2), "key", b"key"),
+    r"pages \[0\] has unsorted keys": lambda cache: node(cache, 0).sorted_keys.reverse(),
+    r"pages \[0\] has a child of another parent": lambda cache: setattr(node(cache, 2), "parent", node(cache, None)),
+    r"pages \[0\] has fewer locks than its children": lambda cache: setattr(node(cache, 1), "locks", 2),
+    r"pages \[\d\] could be evicted, but is not queued": lambda cache: cache._heap.clear(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds_each_fault(fault: str) -> None:
+    cache = two_leaves_and_a_tail()
+    cache.check()
+    FAULTS[fault](cache)
+    with pytest.raises(RuntimeError, match=fault):
+        cache.check()
 
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=24)

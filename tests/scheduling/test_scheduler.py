@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -450,6 +451,31 @@ def test_flushing_forgets_what_no_running_request_holds() -> None:
     simulation.run()
     assert simulation.scheduler.flush_cache() == 3
     assert simulation.scheduler.stats().num_free_pages == 64
+
+
+FAULTS: dict[str, Callable[[Scheduler], object]] = {
+    "page . counts . holders": lambda scheduler: scheduler._running[0].page_ids.pop(),
+    r"slots are lost or given twice: \[0, 1\]": lambda scheduler: scheduler._free_slots.pop(),
+    r"slots are lost or given twice: \[0, 0, 1, 2\]": lambda scheduler: scheduler._free_slots.append(0),
+    r"requests neither wait, run nor leave: \['c'\]": lambda scheduler: scheduler._waiting.pop(0),
+    "the waiting requests are not in order": lambda scheduler: scheduler._waiting.reverse(),
+    "the running requests are not in order": lambda scheduler: scheduler._running.reverse(),
+    "request a is not in step 9, or in a later one too": lambda s: setattr(s._running[0], "last_step", 9),
+    "request a is not in step 0, or in a later one too": lambda s: setattr(s._running[0], "last_step", 0),
+    "request a has computed 8 tokens; 1 are to come": lambda s: setattr(s._running[0], "num_computed_tokens", 8),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds_each_fault(fault: str) -> None:
+    scheduler = Scheduler(config(max_running_requests=3, max_prefill_tokens=12))
+    for name in "abcd":
+        scheduler.add(request(name, distinct(ord(name), 6)))
+    scheduler.schedule()  # a and b
+    scheduler.check()
+    FAULTS[fault](scheduler)
+    with pytest.raises(RuntimeError, match=fault):
+        scheduler.check()
 
 
 def test_unresolved_settings_are_refused() -> None:
