@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mini_sglang.config import ResolvedConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
@@ -90,6 +91,15 @@ def test_a_new_row_carries_the_prompt_and_a_decode_row_only_numbers() -> None:
     assert (batch.new_requests, batch.new_pages, batch.num_tokens) == ([], [], 1)
 
 
+def test_a_step_names_the_requests_that_take_a_slot_with_it() -> None:
+    scheduler = Scheduler(config())
+    for names in (["a", "b"], ["c"], []):
+        for name in names:
+            scheduler.add(request(name, [ord(name), 1]))
+        scheduler.schedule()
+        assert scheduler.latest_step.admitted == names
+
+
 def test_steps_can_be_launched_ahead_without_exceeding_max_tokens() -> None:
     scheduler = Scheduler(config())
     scheduler.add(request("a", [1, 2, 3], max_tokens=3))
@@ -131,6 +141,12 @@ def test_the_same_requests_give_the_same_schedule() -> None:
 
 
 # -- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    scheduler = Scheduler(config())
+    with pytest.raises(FieldError, match="prompt must hold at least one token, got none"):
+        scheduler.add(request("a", []))
 
 
 @pytest.mark.parametrize(("length", "limit"), [(50, "50"), (51, "50")])
@@ -234,6 +250,21 @@ def test_requests_aborted_at_any_step_up_to_their_last_leave_nothing_behind(run_
     assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
     assert stats.num_finished + stats.num_aborted == 80
     simulation.check_outputs()
+
+
+def test_a_request_can_be_ended_between_two_tokens() -> None:
+    simulation = Simulation(config())
+    simulation.add(request("a", distinct(1, 8)))
+    simulation.run()
+    simulation.add(request("b", distinct(1, 9), max_tokens=50))
+    simulation.step()
+    output = simulation.scheduler.end("b", FinishReason.ERROR, "no such schema", "regex")
+    assert output is not None
+    assert (output.request_id, output.token_ids, output.num_cached_tokens) == ("b", [], 8)
+    assert (output.finish_reason, output.error, output.error_field) == (FinishReason.ERROR, "no such schema", "regex")
+    assert simulation.scheduler.end("b", FinishReason.ERROR) is None
+    simulation.run()
+    assert simulation.scheduler.stats().num_used_pages == 0
 
 
 def test_pages_of_an_ended_request_come_back_when_no_launched_step_contains_it() -> None:
@@ -415,6 +446,17 @@ def test_the_last_arrived_gives_way_and_the_first_is_never_preempted() -> None:
     assert simulation.scheduler.stats().num_preemptions > 0
 
 
+def test_answers_of_the_usual_length_are_a_running_mean_of_those_that_ended_by_themselves() -> None:
+    simulation = Simulation(config())
+    simulation.scheduler.expected_output = 100.0
+    simulation.add(request("short", [1], max_tokens=4))
+    simulation.add(request("aborted", [2]))
+    simulation.step()
+    simulation.scheduler.abort("aborted")
+    simulation.run()
+    assert simulation.scheduler.expected_output == 100.0 - (100.0 - 4) / 16
+
+
 def test_admission_expects_answers_of_the_usual_length() -> None:
     simulation = Simulation(config(num_pages=40))
     for name in range(8):  # each would fill 25 pages if it ran to its limit, but such answers have been short
@@ -427,6 +469,19 @@ def test_admission_expects_answers_of_the_usual_length() -> None:
     assert simulation.scheduler.stats().num_running == 4  # the budget of one step
     simulation.step()
     assert simulation.scheduler.stats().num_running == 7
+
+
+def test_a_newcomer_that_fits_runs_while_one_before_it_waits_for_pages() -> None:
+    scheduler = Scheduler(config(num_pages=8, schedule="priority"))
+    scheduler.expected_output = 0.0
+    scheduler.add(request("a", distinct(1, 4), max_tokens=20))
+    scheduler.schedule()
+    scheduler.add(request("large", distinct(2, 30), max_tokens=1))
+    scheduler.schedule()
+    assert scheduler.stats().num_waiting == 1
+    scheduler.add(request("small", [3], priority=-1))
+    scheduler.schedule()
+    assert scheduler.latest_step.admitted == ["small"]
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
