@@ -114,6 +114,15 @@ def test_the_limit_is_kept_inside_a_page_too() -> None:
     assert (match.page_ids, match.partial_page, match.num_tokens) == ([], 0, 3)
 
 
+def test_a_match_counts_the_pages_that_somebody_holds() -> None:
+    tree = Tree(page_size=2)
+    tree.hold([1, 2, 3, 4])
+    tree.insert([1, 2, 3, 4, 5, 6])
+    match = tree.match([1, 2, 3, 4, 5, 6, 7])
+    assert (len(match.page_ids), match.num_locked_pages) == (3, 2)
+    assert tree.match([1, 2, 9]).num_locked_pages == 1
+
+
 def test_salts_do_not_share_and_an_emptied_one_leaves_nothing() -> None:
     tree = Tree(page_size=2)
     tree.insert([1, 2], b"a")
@@ -146,6 +155,21 @@ def test_the_least_recently_used_leaf_goes_first_and_from_its_end() -> None:
     assert tree.match([1, 7, 8]).num_tokens == 2
     assert sorted(tree.evict(3)) == [1, 2, 3]
     assert tree.match([1, 2, 3]).num_tokens == 1
+
+
+def test_a_page_is_used_until_it_is_let_go() -> None:
+    tree = Tree(page_size=1)
+    first, second = tree.hold([1, 2]), tree.hold([3, 4])
+    tree.let_go(second)
+    tree.let_go(first)
+    assert tree.evict(2) == [2, 3]
+
+
+def test_a_leaf_waits_for_eviction_once_however_often_it_was_used() -> None:
+    tree = Tree(page_size=1)
+    for _ in range(20):
+        tree.insert([1, 2])
+    assert len(tree.cache._heap) == 1
 
 
 def test_what_is_locked_stays_however_much_is_asked_for() -> None:
@@ -188,6 +212,20 @@ def test_detaching_cuts_the_path_and_leaves_locks_valid() -> None:
     tree.cache.unlock(other)
     tree.cache.check()
     assert sorted(tree.cache.evict(9)) == [0, 1]
+
+
+@pytest.mark.parametrize(("keep", "left", "beside"), [(3, 3, 3), (2, 2, 3), (1, 1, 1), (0, 0, 0)])
+def test_detaching_cuts_a_path_of_several_nodes_at_the_right_page(keep: int, left: int, beside: int) -> None:
+    tree = Tree(page_size=1)
+    tree.hold([1, 2])
+    node, _ = tree.hold([1, 2, 3, 4])
+    deepest, _ = tree.hold([1, 2, 3, 4, 5])
+    tree.hold([1, 2, 9])
+    assert node is not deepest
+    tree.cache.detach(deepest, 5, keep)
+    tree.cache.check()
+    assert tree.match([1, 2, 3, 4, 5]).num_tokens == left
+    assert tree.match([1, 2, 9]).num_tokens == beside
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
