@@ -283,14 +283,9 @@ class KVCacheManager:
         cached = [page for node in self._tree.nodes() for page in node.page_ids]
         replaced = [page for _, page in self._replaced]
         self._allocator.check(held + cached + replaced)
-        in_use = set(held) | set(replaced)
-        unreferenced = len(set(cached) - in_use)
+        unreferenced = len(set(cached) - {*held, *replaced})
         if unreferenced != self.num_cached_pages:
             raise RuntimeError(f"{unreferenced} cached pages have no other holder, {self.num_cached_pages} are counted")
-        if self.num_free_pages + unreferenced + len(in_use) != self.num_pages:
-            raise RuntimeError(
-                f"{self.num_free_pages} free + {unreferenced} cached + {len(in_use)} held is not {self.num_pages} pages"
-            )
         for request, holding in self._holdings.items():
             self._check_path(request, holding)
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.scheduling.batch import NewPages
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 
 NAMES = (str(number) for number in itertools.count())
@@ -69,9 +70,11 @@ def test_a_page_computed_twice_is_exchanged_for_the_cached_one() -> None:
         (two.slot, 0, [one.page_ids[0]])
     ]
     assert kv.num_free_pages == 4  # the own page is kept as long as step 1 may use it
+    assert kv.num_returning_pages == 1
     kv.check()
     kv.steps_read(1)
     assert kv.num_free_pages == 5
+    assert kv.num_returning_pages == 0
     assert own not in one.page_ids + two.page_ids
     kv.check()
 
@@ -87,6 +90,56 @@ def test_a_page_that_decoding_fills_can_be_found_at_once() -> None:
     assert kv.reserve(running, 5)
     kv.commit(running, step=2)
     assert kv.match(request([1, 2, 3, 4, 5])).num_tokens == 4
+
+
+def test_the_cached_tokens_of_a_waiting_request_are_those_of_the_tree_as_it_is() -> None:
+    kv = KVCacheManager(num_pages=8, page_size=2)
+    waiting = request([1, 2, 3, 4, 5, 6, 7, 8])
+    assert kv.cached_tokens(waiting) == 0
+    running = start(kv, [1, 2, 3, 4])
+    assert kv.cached_tokens(waiting) == 4
+    assert kv.reserve(running, 7)
+    running.output_ids += [5, 6]
+    running.num_computed_tokens = 6
+    kv.commit(running, step=2)
+    assert kv.cached_tokens(waiting) == 6
+    running.output_ids.append(7)
+    running.num_computed_tokens = 7
+    kv.release(running)
+    assert kv.cached_tokens(waiting) == 7
+    kv.evict(1)
+    assert kv.cached_tokens(waiting) == 6
+    other = start(kv, [1, 2, 3, 4, 5, 6, 0])
+    assert kv.cached_tokens(waiting) == 6
+    kv.invalidate(other, 2)
+    assert kv.cached_tokens(waiting) == 2
+
+
+@pytest.mark.parametrize("longer", [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]])
+def test_a_page_that_begins_with_a_shorter_one_takes_its_place(longer: list[int]) -> None:
+    kv = KVCacheManager(num_pages=8, page_size=4)
+    kv.release(start(kv, [1, 2]))
+    kv.release(start(kv, longer))
+    assert kv.num_cached_pages == kv.pages_for(len(longer))
+    kv.check()
+
+
+def test_pages_are_not_sent_for_a_request_without_a_slot() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    new = request([1, 2, 3])
+    assert kv.admit(new, kv.match(new), 3)
+    with pytest.raises(RuntimeError, match=f"request {new.request_id} has pages but no slot"):
+        kv.take_changes()
+
+
+def test_a_page_table_can_be_sent_again() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    running = start(kv, [1, 2, 3])
+    assert running.slot is not None
+    kv.take_changes()
+    assert kv.take_changes() == ([], [])
+    kv.resend_page_table(running)
+    assert kv.take_changes()[0] == [NewPages(running.slot, 0, running.page_ids)]
 
 
 def test_what_does_not_fit_changes_nothing() -> None:
@@ -138,11 +191,83 @@ def test_invalid_pages_cannot_be_found_any_more() -> None:
     kv.check()
 
 
+def test_pages_of_a_failed_step_are_not_published_when_their_request_leaves() -> None:
+    kv = KVCacheManager(num_pages=8, page_size=2)
+    running = request([1, 2, 3, 4, 5])
+    assert kv.admit(running, kv.match(running), 5)
+    running.num_computed_tokens = 2
+    kv.commit(running, step=1)
+    running.num_computed_tokens = 5  # in the step that fails
+    kv.invalidate(running, 2)
+    assert kv.is_invalid(running)
+    kv.release(running)
+    assert kv.match(request([1, 2, 3, 4, 5])).num_tokens == 2
+    assert not kv.is_invalid(running)  # it may start again
+    kv.check()
+
+
+def test_requests_that_share_pages_can_be_invalidated_one_after_the_other() -> None:
+    kv = KVCacheManager(num_pages=8, page_size=2)
+    one, two = start(kv, [1, 2, 3]), start(kv, [1, 2, 4])
+    kv.invalidate(one, 0)
+    assert kv.is_invalid(two)
+    kv.invalidate(two, 0)
+    kv.check()
+    kv.release(one)
+    kv.release(two)
+    assert kv.num_free_pages == 8
+    kv.check()
+
+
 def test_check_finds_a_page_that_nobody_gave() -> None:
     kv = KVCacheManager(num_pages=4, page_size=2)
     running = start(kv, [1, 2, 3])
     running.page_ids.append(3)
     with pytest.raises(RuntimeError, match="page 3 counts 0 holders, but 1 hold it"):
+        kv.check()
+
+
+def test_check_finds_a_page_that_the_tree_does_not_own() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    kv.release(start(kv, [1, 2, 3]))
+    kv._tree.num_pages += 1
+    with pytest.raises(RuntimeError, match="the tree holds 2 pages and counts 3"):
+        kv.check()
+
+
+def test_check_finds_a_lock_that_no_request_holds() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    kv.release(start(kv, [1, 2, 3, 4]))
+    kv._tree.lock(b"", kv.match(request([1, 2, 9])))
+    with pytest.raises(RuntimeError, match="2 cached pages have no other holder, 1 are counted"):
+        kv.check()
+
+
+def test_check_finds_a_request_without_its_lock() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    new = request([1, 2, 3])
+    root = kv._tree.lock(b"", kv.match(new))
+    assert kv.admit(new, kv.match(new), 3)
+    kv._tree.unlock(root)
+    kv.check()
+    kv._tree.unlock(root)
+    with pytest.raises(RuntimeError, match=f"request {new.request_id} holds a path that is not locked"):
+        kv.check()
+
+
+def test_check_finds_pages_that_are_not_those_of_the_path() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    running = start(kv, [1, 2, 3, 4])
+    running.page_ids.reverse()
+    with pytest.raises(RuntimeError, match=f"request {running.request_id} does not hold the pages of its path"):
+        kv.check()
+
+
+def test_check_finds_tokens_that_are_not_those_of_the_path() -> None:
+    kv = KVCacheManager(num_pages=4, page_size=2)
+    running = start(kv, [1, 2, 3, 4])
+    kv.tokens(running)[0] = 9
+    with pytest.raises(RuntimeError, match=f"request {running.request_id} does not hold the pages of its path"):
         kv.check()
 
 

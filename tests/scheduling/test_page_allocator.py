@@ -52,6 +52,13 @@ def test_check_finds_a_holder_that_was_not_counted() -> None:
         allocator.check([page, page])
 
 
+def test_check_finds_a_page_that_is_free_twice() -> None:
+    allocator = PageAllocator(3)
+    allocator._free.append(2)
+    with pytest.raises(RuntimeError, match="the free list is not the set of pages without a holder"):
+        allocator.check([])
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Against a plain list with one entry per holder."""
 

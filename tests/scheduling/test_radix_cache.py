@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -113,6 +114,15 @@ def test_the_limit_is_kept_inside_a_page_too() -> None:
     assert (match.page_ids, match.partial_page, match.num_tokens) == ([], 0, 3)
 
 
+def test_a_match_counts_the_pages_that_somebody_holds() -> None:
+    tree = Tree(page_size=2)
+    tree.hold([1, 2, 3, 4])
+    tree.insert([1, 2, 3, 4, 5, 6])
+    match = tree.match([1, 2, 3, 4, 5, 6, 7])
+    assert (len(match.page_ids), match.num_locked_pages) == (3, 2)
+    assert tree.match([1, 2, 9]).num_locked_pages == 1
+
+
 def test_salts_do_not_share_and_an_emptied_one_leaves_nothing() -> None:
     tree = Tree(page_size=2)
     tree.insert([1, 2], b"a")
@@ -145,6 +155,21 @@ def test_the_least_recently_used_leaf_goes_first_and_from_its_end() -> None:
     assert tree.match([1, 7, 8]).num_tokens == 2
     assert sorted(tree.evict(3)) == [1, 2, 3]
     assert tree.match([1, 2, 3]).num_tokens == 1
+
+
+def test_a_page_is_used_until_it_is_let_go() -> None:
+    tree = Tree(page_size=1)
+    first, second = tree.hold([1, 2]), tree.hold([3, 4])
+    tree.let_go(second)
+    tree.let_go(first)
+    assert tree.evict(2) == [2, 3]
+
+
+def test_a_leaf_waits_for_eviction_once_however_often_it_was_used() -> None:
+    tree = Tree(page_size=1)
+    for _ in range(20):
+        tree.insert([1, 2])
+    assert len(tree.cache._heap) == 1
 
 
 def test_what_is_locked_stays_however_much_is_asked_for() -> None:
@@ -189,6 +214,20 @@ def test_detaching_cuts_the_path_and_leaves_locks_valid() -> None:
     assert sorted(tree.cache.evict(9)) == [0, 1]
 
 
+@pytest.mark.parametrize(("keep", "left", "beside"), [(3, 3, 3), (2, 2, 3), (1, 1, 1), (0, 0, 0)])
+def test_detaching_cuts_a_path_of_several_nodes_at_the_right_page(keep: int, left: int, beside: int) -> None:
+    tree = Tree(page_size=1)
+    tree.hold([1, 2])
+    node, _ = tree.hold([1, 2, 3, 4])
+    deepest, _ = tree.hold([1, 2, 3, 4, 5])
+    tree.hold([1, 2, 9])
+    assert node is not deepest
+    tree.cache.detach(deepest, 5, keep)
+    tree.cache.check()
+    assert tree.match([1, 2, 3, 4, 5]).num_tokens == left
+    assert tree.match([1, 2, 9]).num_tokens == beside
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_check_finds_a_lock_that_was_lost(page_size: int) -> None:
     tree = Tree(page_size)
@@ -196,6 +235,47 @@ def test_check_finds_a_lock_that_was_lost(page_size: int) -> None:
     node.locks = 0
     with pytest.raises(RuntimeError, match="locked pages"):
         tree.cache.check()
+
+
+def two_leaves_and_a_tail() -> RadixCache:
+    """Page 0 holds 1 2; below it are pages 1 (3 4, locked) and 2 (5 6), and page 3 with a tail (7)."""
+    tree = Tree(page_size=2)
+    tree.hold([1, 2, 3, 4])
+    tree.insert([1, 2, 5, 6])
+    tree.insert([1, 2, 7])
+    return tree.cache
+
+
+def node(cache: RadixCache, page: int | None) -> Node:
+    """The node of one page, or the root."""
+    (found,) = [node for node in cache.nodes() if node.page_ids == ([] if page is None else [page])]
+    return found
+
+
+FAULTS: dict[str, Callable[[RadixCache], object]] = {
+    "a page is held by two nodes": lambda cache: node(cache, 2).page_ids.__setitem__(0, 1),
+    "holds 4 pages and counts 5": lambda cache: setattr(cache, "num_pages", 5),
+    "has 2 locked pages and counts 1": lambda cache: setattr(cache, "num_locked_pages", 1),
+    r"pages \[2\] is dead": lambda cache: setattr(node(cache, 2), "dead", True),
+    "is an empty root": lambda cache: cache._roots.update({b"salt": Node(None, b"salt", array("i"), [])}),
+    r"pages \[\] has the wrong number of tokens": lambda cache: node(cache, None).tokens.append(9),
+    r"pages \[2\] has the wrong number of tokens": lambda cache: node(cache, 2).tokens.append(9),
+    r"pages \[3\] has the wrong number of tokens": lambda cache: node(cache, 3).tokens.pop(),
+    r"pages \[2\] has the wrong key": lambda cache: setattr(node(cache, 2), "key", b"key"),
+    r"pages \[0\] has unsorted keys": lambda cache: node(cache, 0).sorted_keys.reverse(),
+    r"pages \[0\] has a child of another parent": lambda cache: setattr(node(cache, 2), "parent", node(cache, None)),
+    r"pages \[0\] has fewer locks than its children": lambda cache: setattr(node(cache, 1), "locks", 2),
+    r"pages \[\d\] could be evicted, but is not queued": lambda cache: cache._heap.clear(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds_each_fault(fault: str) -> None:
+    cache = two_leaves_and_a_tail()
+    cache.check()
+    FAULTS[fault](cache)
+    with pytest.raises(RuntimeError, match=fault):
+        cache.check()
 
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=24)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from mini_sglang.config import ResolvedConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
+from mini_sglang.scheduling.policy import MAX_OVERTAKEN
 from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation, generate
 
@@ -55,6 +58,16 @@ def test_a_long_prompt_is_cut_into_chunks_and_sampled_at_its_end() -> None:
     assert seen == [(0, 16, False), (16, 16, False), (32, 8, True), (40, 1, True)]
 
 
+def test_prompts_share_the_budget_of_a_step() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", distinct(1, 24)))
+    scheduler.add(request("b", distinct(2, 24)))
+    seen = [rows(scheduler.schedule()) for _ in range(3)]
+    assert seen[0] == [(0, 16, False)]
+    assert seen[1] == [(16, 8, True), (0, 8, False)]
+    assert seen[2] == [(24, 1, True), (8, 15, False)]
+
+
 def test_running_streams_get_a_token_in_every_step_beside_a_long_prompt() -> None:
     simulation = Simulation(config(max_prefill_tokens=8, num_pages=100, context_length=400))
     simulation.add(request("stream", distinct(1, 4), max_tokens=40))
@@ -87,6 +100,17 @@ def test_a_new_row_carries_the_prompt_and_a_decode_row_only_numbers() -> None:
     batch = scheduler.schedule()
     assert batch is not None
     assert (batch.new_requests, batch.new_pages, batch.num_tokens) == ([], [], 1)
+
+
+def test_a_step_names_the_requests_that_take_a_slot_with_it() -> None:
+    scheduler = Scheduler(config())
+    for names in (["a", "b"], ["c"], []):
+        for name in names:
+            scheduler.add(request(name, [ord(name), 1]))
+        number = scheduler.next_step
+        scheduler.schedule()
+        assert scheduler.latest_step.admitted == names
+        assert scheduler.latest_step.batch.step == number
 
 
 def test_steps_can_be_launched_ahead_without_exceeding_max_tokens() -> None:
@@ -130,6 +154,12 @@ def test_the_same_requests_give_the_same_schedule() -> None:
 
 
 # -- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    scheduler = Scheduler(config())
+    with pytest.raises(FieldError, match="prompt must hold at least one token, got none"):
+        scheduler.add(request("a", []))
 
 
 @pytest.mark.parametrize(("length", "limit"), [(50, "50"), (51, "50")])
@@ -232,7 +262,23 @@ def test_requests_aborted_at_any_step_up_to_their_last_leave_nothing_behind(run_
     stats = simulation.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
     assert stats.num_finished + stats.num_aborted == 80
+    assert not simulation.scheduler.kv._holdings
     simulation.check_outputs()
+
+
+def test_a_request_can_be_ended_between_two_tokens() -> None:
+    simulation = Simulation(config())
+    simulation.add(request("a", distinct(1, 8)))
+    simulation.run()
+    simulation.add(request("b", distinct(1, 9), max_tokens=50))
+    simulation.step()
+    output = simulation.scheduler.end("b", FinishReason.ERROR, "no such schema", "regex")
+    assert output is not None
+    assert (output.request_id, output.token_ids, output.num_cached_tokens) == ("b", [], 8)
+    assert (output.finish_reason, output.error, output.error_field) == (FinishReason.ERROR, "no such schema", "regex")
+    assert simulation.scheduler.end("b", FinishReason.ERROR) is None
+    simulation.run()
+    assert simulation.scheduler.stats().num_used_pages == 0
 
 
 def test_pages_of_an_ended_request_come_back_when_no_launched_step_contains_it() -> None:
@@ -262,6 +308,34 @@ def test_a_failed_step_ends_its_requests_and_leaves_no_unwritten_page_in_the_cac
     simulation.check_outputs()
 
 
+def test_only_a_launched_step_can_fail() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", [1, 2, 3]))
+    batch = scheduler.schedule()
+    assert batch is not None
+    read(scheduler, batch)
+    with pytest.raises(ValueError, match="step 1 was not launched, or was read before"):
+        scheduler.fail(batch, "the step failed")
+
+
+def test_after_a_failed_launch_the_page_tables_of_all_that_run_are_sent_again() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(Request("waits for its mask", distinct(1, 6), SamplingParams(regex="a*")))
+    scheduler.set_mask("waits for its mask", b"")
+    batch = scheduler.schedule()
+    assert batch is not None
+    (pages,) = batch.new_pages
+    read(scheduler, batch)
+    scheduler.add(request("fails", distinct(2, 6)))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.fail(batch, "the launch failed")
+    scheduler.set_mask("waits for its mask", b"")
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.new_pages == [pages]
+
+
 def test_a_request_that_built_on_a_step_that_failed_starts_again() -> None:
     simulation = Simulation(config(run_ahead=1, max_prefill_tokens=32))
     simulation.add(request("a", distinct(1, 30)))
@@ -289,6 +363,13 @@ def test_equal_prompts_at_once_are_computed_once(page_size: int, run_ahead: int)
     assert {simulation.requests[str(name)].num_cached_tokens for name in range(1, 13)} == {399}
     simulation.check_outputs()
     simulation.scheduler.check()
+
+
+def test_without_a_cache_equal_prompts_do_not_wait_for_each_other() -> None:
+    scheduler = Scheduler(config(cache="naive"))
+    for name in "ab":
+        scheduler.add(request(name, distinct(1, 8)))
+    assert rows(scheduler.schedule()) == [(0, 8, True), (0, 8, True)]
 
 
 def test_a_request_whose_beginning_is_being_computed_does_not_hold_up_others() -> None:
@@ -381,8 +462,92 @@ def test_preempted_requests_resume_with_the_same_text(run_ahead: int, cache: str
     simulation.run(2000)
     assert simulation.scheduler.stats().num_preemptions > 0
     assert {len(each.output_ids) for each in simulation.requests.values()} == {25}
+    assert simulation.scheduler.stats().num_prompt_tokens == 6 * 6  # each counts once
     simulation.check_outputs()
     simulation.scheduler.check()
+
+
+def after_a_preemption() -> Scheduler:
+    """Two requests fill the pool; the step that was scheduled last, and not read, took the pages of the second."""
+    scheduler = Scheduler(config(num_pages=6))
+    scheduler.expected_output = 0.0
+    for name in "ab":
+        scheduler.add(Request(name, distinct(ord(name), 6), SamplingParams(max_tokens=8, prompt_logprobs=0)))
+    while True:
+        batch = scheduler.schedule()
+        assert batch is not None
+        if scheduler.stats().num_preemptions:
+            return scheduler
+        read(scheduler, batch)
+
+
+def test_a_step_names_those_preempted_for_it() -> None:
+    scheduler = after_a_preemption()
+    assert scheduler.latest_step.preempted == ["b"]
+    read(scheduler, scheduler.latest_step.batch)
+    scheduler.schedule()
+    assert scheduler.latest_step.preempted == []
+
+
+def test_a_request_that_gives_way_while_a_step_is_under_way_is_in_no_other() -> None:
+    scheduler = Scheduler(config(num_pages=6))
+    scheduler.expected_output = 0.0
+    scheduler.add(request("a", distinct(1, 6)))
+    scheduler.add(request("b", distinct(2, 5)))  # has room on its page when a begins another
+    unread = scheduler.schedule()
+    while (batch := scheduler.schedule()) is not None:
+        assert unread is not None
+        read(scheduler, unread)
+        unread = batch
+    assert scheduler.stats().num_preemptions == 1
+
+
+def test_a_resumed_request_does_not_ask_again_for_what_it_was_given() -> None:
+    scheduler = after_a_preemption()
+    batch = scheduler.latest_step.batch
+    while not batch.new_requests:
+        read(scheduler, batch)
+        following = scheduler.schedule()
+        assert following is not None
+        batch = following
+    (resumed,) = batch.new_requests
+    assert (resumed.num_prompt_tokens, resumed.token_ids[:6]) == (6, distinct(ord("b"), 6))
+    assert resumed.params.prompt_logprobs is None
+
+
+def test_a_planned_request_that_gives_way_is_not_in_the_step() -> None:
+    simulation = Simulation(config(num_pages=12, max_prefill_tokens=5, schedule="priority", run_ahead=0))
+    simulation.scheduler.expected_output = 0.0
+    simulation.add(request("stream", distinct(1, 4), max_tokens=40))
+    simulation.step()
+    simulation.add(request("long", distinct(2, 36), max_tokens=1, priority=-1))
+    simulation.run()
+    assert simulation.scheduler.stats().num_preemptions == 1
+    simulation.check_outputs()
+
+
+def test_a_page_exchanged_between_two_steps_is_free_at_once() -> None:
+    scheduler = Scheduler(config(page_size=1))
+    for name in "ab":
+        scheduler.add(Request(name, [0], SamplingParams(regex="a*")))
+    for _ in range(2):  # the second step computes the same token for both of them
+        scheduler.set_mask("a", b"")
+        scheduler.set_mask("b", b"")
+        batch = scheduler.schedule()
+        assert batch is not None
+        read(scheduler, batch)
+    scheduler.add(request("c", [9]))
+    free = scheduler.stats().num_free_pages
+    scheduler.schedule()
+    assert scheduler.kv.num_returning_pages == 0
+    assert scheduler.stats().num_free_pages == free - 1 + 1  # one for c, one that was exchanged
+
+
+def test_a_preempted_request_can_be_aborted_while_it_waits() -> None:
+    scheduler = after_a_preemption()
+    scheduler.abort("b")
+    scheduler.check()
+    assert (scheduler.stats().num_waiting, scheduler.stats().num_aborted) == (0, 1)
 
 
 @pytest.mark.parametrize("pool", range(6, 12))
@@ -414,6 +579,17 @@ def test_the_last_arrived_gives_way_and_the_first_is_never_preempted() -> None:
     assert simulation.scheduler.stats().num_preemptions > 0
 
 
+def test_answers_of_the_usual_length_are_a_running_mean_of_those_that_ended_by_themselves() -> None:
+    simulation = Simulation(config())
+    simulation.scheduler.expected_output = 100.0
+    simulation.add(request("short", [1], max_tokens=4))
+    simulation.add(request("aborted", [2]))
+    simulation.step()
+    simulation.scheduler.abort("aborted")
+    simulation.run()
+    assert simulation.scheduler.expected_output == 100.0 - (100.0 - 4) / 16
+
+
 def test_admission_expects_answers_of_the_usual_length() -> None:
     simulation = Simulation(config(num_pages=40))
     for name in range(8):  # each would fill 25 pages if it ran to its limit, but such answers have been short
@@ -426,6 +602,80 @@ def test_admission_expects_answers_of_the_usual_length() -> None:
     assert simulation.scheduler.stats().num_running == 4  # the budget of one step
     simulation.step()
     assert simulation.scheduler.stats().num_running == 7
+
+
+def test_answers_that_do_not_fit_together_are_not_begun_together() -> None:
+    scheduler = Scheduler(config(num_pages=10))
+    scheduler.expected_output = 16.0
+    for name in range(4):  # each will hold five pages
+        scheduler.add(request(str(name), distinct(name, 4), max_tokens=30))
+    scheduler.schedule()
+    assert scheduler.latest_step.admitted == ["0", "1"]
+
+
+def test_a_request_alone_does_not_wait_for_the_pages_of_one_that_leaves() -> None:
+    scheduler = Scheduler(config(num_pages=8, max_prefill_tokens=32))
+    scheduler.add(request("leaves", distinct(1, 20)))
+    scheduler.schedule()
+    scheduler.abort("leaves")
+    scheduler.add(request("alone", distinct(2, 4), max_tokens=100))
+    scheduler.schedule()
+    assert scheduler.latest_step.admitted == ["alone"]
+
+
+def test_a_prompt_whose_beginning_somebody_has_computed_fits_as_soon_as_that_is_so() -> None:
+    scheduler = Scheduler(config(num_pages=12))
+    scheduler.expected_output = 0.0
+    scheduler.add(request("a", distinct(1, 8), max_tokens=50))
+    scheduler.add(request("b", distinct(1, 8) + distinct(2, 30), max_tokens=50))
+    scheduler.schedule()
+    assert scheduler.latest_step.admitted == ["a"]
+    scheduler.schedule()
+    assert scheduler.latest_step.admitted == ["b"]
+
+
+def test_a_queue_that_found_no_pages_is_not_searched_again_until_something_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = Scheduler(config(num_pages=8))
+    scheduler.expected_output = 0.0
+    scheduler.add(request("a", distinct(1, 4), max_tokens=20))
+    scheduler.schedule()
+    scheduler.add(request("large", distinct(2, 30), max_tokens=1))
+    searched = []
+    match = scheduler.kv.match
+    monkeypatch.setattr(scheduler.kv, "match", lambda request: searched.append(request.request_id) or match(request))
+    for _ in range(5):
+        scheduler.schedule()
+    assert searched == ["large"]
+    scheduler.abort("a")
+    scheduler.add(request("b", distinct(1, 1)))
+    scheduler.schedule()
+    assert searched[1:] == ["large"]
+
+
+def test_lpm_passes_over_the_oldest_request_a_bounded_number_of_times() -> None:
+    simulation = Simulation(config(schedule="lpm", max_running_requests=1, num_pages=200))
+    simulation.add(request("warm", distinct(1, 8), max_tokens=1))
+    simulation.run()
+    simulation.add(request("oldest", distinct(2, 8), max_tokens=1))
+    for number in range(MAX_OVERTAKEN + 8):
+        simulation.add(request(str(number), [*distinct(1, 8), number], max_tokens=1))
+    simulation.run()
+    assert list(simulation.finished).index("oldest") == MAX_OVERTAKEN + 1
+
+
+def test_a_newcomer_that_fits_runs_while_one_before_it_waits_for_pages() -> None:
+    scheduler = Scheduler(config(num_pages=8, schedule="priority"))
+    scheduler.expected_output = 0.0
+    scheduler.add(request("a", distinct(1, 4), max_tokens=20))
+    scheduler.schedule()
+    scheduler.add(request("large", distinct(2, 30), max_tokens=1))
+    scheduler.schedule()
+    assert scheduler.stats().num_waiting == 1
+    scheduler.add(request("small", [3], priority=-1))
+    scheduler.schedule()
+    assert scheduler.latest_step.admitted == ["small"]
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -450,6 +700,31 @@ def test_flushing_forgets_what_no_running_request_holds() -> None:
     simulation.run()
     assert simulation.scheduler.flush_cache() == 3
     assert simulation.scheduler.stats().num_free_pages == 64
+
+
+FAULTS: dict[str, Callable[[Scheduler], object]] = {
+    "page . counts . holders": lambda scheduler: scheduler._running[0].page_ids.pop(),
+    r"slots are lost or given twice: \[0, 1\]": lambda scheduler: scheduler._free_slots.pop(),
+    r"slots are lost or given twice: \[0, 0, 1, 2\]": lambda scheduler: scheduler._free_slots.append(0),
+    r"requests neither wait, run nor leave: \['c'\]": lambda scheduler: scheduler._waiting.pop(0),
+    "the waiting requests are not in order": lambda scheduler: scheduler._waiting.reverse(),
+    "the running requests are not in order": lambda scheduler: scheduler._running.reverse(),
+    "request a is not in step 9, or in a later one too": lambda s: setattr(s._running[0], "last_step", 9),
+    "request a is not in step 0, or in a later one too": lambda s: setattr(s._running[0], "last_step", 0),
+    "request a has computed 8 tokens; 1 are to come": lambda s: setattr(s._running[0], "num_computed_tokens", 8),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds_each_fault(fault: str) -> None:
+    scheduler = Scheduler(config(max_running_requests=3, max_prefill_tokens=12))
+    for name in "abcd":
+        scheduler.add(request(name, distinct(ord(name), 6)))
+    scheduler.schedule()  # a and b
+    scheduler.check()
+    FAULTS[fault](scheduler)
+    with pytest.raises(RuntimeError, match=fault):
+        scheduler.check()
 
 
 def test_unresolved_settings_are_refused() -> None:
