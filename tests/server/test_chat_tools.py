@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
@@ -278,6 +279,61 @@ def test_tools_of_a_model_whose_notation_is_not_known_are_refused(start: Serve, 
         plain(client)
     assert error.value.param == "tools"
     assert plain(client, tool_choice="none").choices
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
+def test_with_a_form_for_the_answer_it_is_read_as_a_call_or_as_text(
+    start: Serve, write: Callable[[str], None], engine: ScriptedEngine, template: str
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}}
+    call = {
+        QWEN: CALL,
+        LLAMA: '{"name": "get_time", "parameters": {"zone": "Lima"}}',
+        MISTRAL: '[TOOL_CALLS] [{"name": "get_time", "arguments": {"zone": "Lima"}}]',
+    }[template]
+    client = start(template)
+    for fields in ({}, {"tool_choice": "required"}):
+        write(call)
+        assert both_ways(client, **fields, response_format=form) == (None, [TIME], "tool_calls")
+    for fields in ({}, {"tool_choice": "none"}):
+        write('{"n": 5}')
+        assert both_ways(client, **fields, response_format=form) == ('{"n": 5}', [], "stop")
+    assert [call.params.tool_grammar is not None for call in engine.calls] == [True] * 6 + [False] * 2
+    assert [call.params.response_format is not None for call in engine.calls] == [False] * 6 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", "name": "f"}]}),
+        ("/v1/messages", {"messages": QUESTION, "max_tokens": 5, "tools": [{"name": "f"}]}),
+        ("/v1/messages/count_tokens", {"messages": QUESTION, "tools": [{"name": "f"}]}),
+    ],
+)
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": ["array", "null"]}, {"type": 5}, [], "object"])
+def test_parameters_that_are_no_object_are_refused_by_name(start: Serve, path: str, body: Json, schema: Any) -> None:
+    name = "input_schema" if "messages" in path else "parameters"
+    tool = body["tools"][0]
+    with_schema = {"function": {**tool["function"], name: schema}} if "function" in tool else {name: schema}
+    url = str(start().base_url).removesuffix("/v1/")
+    response = httpx.post(f"{url}{path}", json={**body, "tools": [{**tool, **with_schema}]})
+    assert response.status_code == 400
+    assert "tools.0" in response.json()["error"]["message"]
+    assert name in response.json()["error"]["message"]
+
+
+def test_a_choice_without_tools_is_refused_in_the_words_of_the_client(start: Serve) -> None:
+    url = str(start().base_url).removesuffix("/v1/")
+    for path, choice, word in (
+        ("/v1/messages", {"type": "any"}, "any"),
+        ("/v1/chat/completions", "required", "required"),
+        ("/v1/responses", "required", "required"),
+    ):
+        body = {"messages": QUESTION, "max_tokens": 5} if path != "/v1/responses" else {"input": "Hi"}
+        response = httpx.post(f"{url}{path}", json={**body, "tool_choice": choice})
+        assert response.status_code == 400
+        assert f"tool_choice {word} needs tools" in response.json()["error"]["message"]
 
 
 def test_choices_are_read_each_on_its_own(start: Serve, write: Callable[[str], None]) -> None:
