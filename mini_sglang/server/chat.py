@@ -271,6 +271,11 @@ class TemplateBody(Body):
 class ConversationBody(SamplingBody):
     """The body of a chat API, which turns itself into messages and the template's arguments."""
 
+    @property
+    def system_field(self) -> str:
+        """The body's name for what the first system message comes from."""
+        return "messages"
+
     @abstractmethod
     def chat_messages(self) -> list[Message]:
         """The conversation."""

@@ -216,6 +216,8 @@ def _describe(error: ValidationError, value: Any = None, field_names: Mapping[st
         text = f"{path} is not supported"
     elif first["type"] == "value_error":
         text = f"{path} {message}"
+    elif first["type"] == "model_type":  # its message has the name of a class
+        text = f"{path}: input should be an object, got {shorten(first['input'])}"
     else:
         text = f"{path}: {message[0].lower()}{message[1:]}, got {shorten(first['input'])}"
     return ApiError(400, text, param=str(loc[0]), code="invalid_value")

@@ -281,6 +281,41 @@ def test_a_users_text_may_begin_with_such_a_line(client: TestClient, engine: Scr
     assert BILLING in engine.tokenizer.decode(engine.calls[0].prompt_ids)
 
 
+@pytest.mark.parametrize("length", [500, 100_000])
+@pytest.mark.parametrize(
+    ("route", "field", "body"),
+    [
+        (MESSAGES, "system", {"messages": HI, "max_tokens": 8}),
+        (f"{MESSAGES}/count_tokens", "system", {"messages": HI}),
+        (RESPONSES, "instructions", {"input": "Hi"}),
+        (CHAT, "messages", {}),
+        (CHAT, "tools", {"messages": HI}),
+        (RESPONSES, "tools", {"input": "Hi", "instructions": "Be short."}),
+    ],
+)
+def test_the_field_that_makes_a_prompt_too_long_is_named(
+    client: TestClient, route: str, field: str, body: Json, length: int
+) -> None:
+    text = "1 " * length
+    tool = {"name": "f", "description": text}
+    values: Json = {
+        "messages": [{"role": "system", "content": text}, *HI],
+        "tools": [{"type": "function", **(tool if route == RESPONSES else {"function": tool})}],
+    }
+    response = client.post(route, json={**body, field: values.get(field, text)})
+    if "count" in route and length == 500:
+        assert response.status_code == 200  # it is counted, whatever can be served
+        return
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert response.json()["error"]["message"].startswith(f"{field} has ")
+
+
+def test_a_list_in_the_place_of_an_object_is_told_in_plain_words(client: TestClient) -> None:
+    error = client.post("/generate", json={"text": "Hi", "sampling_params": [{}, {}]}).json()["error"]
+    assert error["message"] == "sampling_params: input should be an object, got a list of 2 entries"
+
+
 def test_an_image_is_refused_in_the_words_of_the_route(client: TestClient) -> None:
     image = {"type": "input_image", "image_url": "x"}
     for item in (

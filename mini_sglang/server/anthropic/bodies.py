@@ -145,6 +145,10 @@ class PromptBody(chat.ConversationBody):
         return {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
     @property
+    def system_field(self) -> str:
+        return "messages" if self.system is None else "system"
+
+    @property
     def omits_thinking(self) -> bool:
         """Whether the answer is to leave out the text of reasoning."""
         return self.thinking is not None and self.thinking.display == "omitted"

@@ -60,4 +60,4 @@ async def count_tokens(request: Request) -> Json:
     context.check_model(body.model)
     with client_errors(body.field_names):
         conversation, template = await work_on_body(request, lambda: (body.chat_messages(), body.template()))
-        return {"input_tokens": len(await encode_messages(request, conversation, template))}
+        return {"input_tokens": len(await encode_messages(request, conversation, template, body.system_field))}

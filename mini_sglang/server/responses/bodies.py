@@ -153,6 +153,10 @@ class ResponsesBody(chat.ConversationBody):
             "logprobs": "top_logprobs",
         }
 
+    @property
+    def system_field(self) -> str:
+        return "messages" if self.instructions is None else "instructions"
+
     def chat_messages(self) -> list[chat.Message]:
         """The conversation of a chat: the instructions come first, and all items of one answer are one message."""
         instructions = [] if self.instructions is None else [chat.Message(role="system", content=self.instructions)]
