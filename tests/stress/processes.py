@@ -42,6 +42,15 @@ def held(pid: int) -> Held:
     return Held(resident_kb / 1024, len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]))
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process and all that it has started have used."""
+    ticks = 0
+    for each in tree(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def name(pid: int) -> str:
     """What a process runs: `engine_process` for `python -m mini_sglang.ipc.engine_process …`."""
     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")

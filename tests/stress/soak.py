@@ -247,7 +247,7 @@ async def soak(folder: Path, server: Sequence[str], *, seconds: float, round_s: 
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
-        run = Soak(await _url(process, log), process.pid, log)
+        run = Soak(await address(process, log), process.pid, log)
         await run.run(seconds, round_s, concurrency)
         pids = list(processes.tree(process.pid))
         process.send_signal(signal.SIGTERM)
@@ -259,7 +259,7 @@ async def soak(folder: Path, server: Sequence[str], *, seconds: float, round_s: 
         process.wait()
 
 
-async def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+async def address(process: subprocess.Popen[bytes], log: Path) -> str:
     """The address that a server prints when its model is loaded. Raises RuntimeError if it does not."""
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline and process.poll() is None:
