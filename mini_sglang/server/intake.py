@@ -76,7 +76,7 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> None:
         others = (other for other in self.connections if isinstance(other, Connection) and other is not self)
-        idle = [other for other in others if not other._is_at_work]
+        idle = [other for other in others if not other._is_at_work and not other.transport.is_closing()]
         if idle:
             min(idle, key=lambda other: other._quiet_since).transport.abort()
         elif len(self.connections) > self._most + RESERVED_DESCRIPTORS // 2:
@@ -171,9 +171,11 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Go on with a whole request: the client may only have said that it is the last. But it may be gone, too.
 
-        HTTP/1.0 has no interim answer to find out with, and behind it is most often a proxy, which has gone.
+        HTTP/1.0 has no interim answer to find out with, and behind it is most often a proxy, which has gone. TLS ends
+        both sides at once.
         """
-        asked = self._is_at_work and not self.cycle.response_started and self.scope["http_version"] == "1.1"
+        can_ask = self.scheme == "http" and self._is_at_work and self.scope["http_version"] == "1.1"
+        asked = can_ask and not self.cycle.response_started
         if asked and not self.transport.is_closing():
             self._is_half_closed = True
             self.loop.call_later(HALF_CLOSED_S, self._probe)
