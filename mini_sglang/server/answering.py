@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mini_sglang.errors import shorten
 from mini_sglang.outputs import RequestOutput
@@ -156,15 +156,18 @@ class EventStream(Response):
     `describe` makes the last events of a stream that fails; `ping` is sent when there is nothing else for PING_S.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], describe: Callable[[ApiError], bytes], ping: bytes) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        describe: Callable[[ApiError], bytes],
+        ping: bytes = AnswerFormat.ping,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._describe = describe
         self._ping = ping
         self._started = False
-        self._sending = asyncio.Lock()
-        self._quiet_since = 0.0
         self.init_headers(
             {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
         )
@@ -172,42 +175,67 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events. Raises what the generator raises before anything has been sent."""
         try:
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self._send_with_pings(send))
         except ClientDisconnected:
             if not self._started:
                 raise
 
-    async def _send_all(self, send: Send) -> None:
-        self._quiet_since = asyncio.get_running_loop().time()
-        pings = asyncio.create_task(self._send_pings(send))
+    async def _send_with_pings(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        pinged = _PingedSend(send, start, {"type": "http.response.body", "body": self._ping, "more_body": True})
+        pings = asyncio.create_task(pinged.break_silence())
         try:
-            await self._send_events(send)
+            await self._send_all(pinged)
+        except Exception as error:
+            if self._started or not pinged.started:
+                raise
+            await pinged({"type": "http.response.body", "body": self._describe(as_api_error(error)), "more_body": True})
+            await pinged({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            self._started = pinged.started
             pings.cancel()
 
-    async def _send_events(self, send: Send) -> None:
-        try:
-            async with contextlib.aclosing(self._events) as events:
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            first = await anext(events)
+            self._started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            try:
                 async for data in events:
-                    await self._send_part(send, data)
-        except Exception as error:
-            if not self._started:
-                raise
-            await self._send_part(send, self._describe(as_api_error(error)))  # the status has been sent
-        await self._send_part(send, b"", more=False)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:  # the status has been sent: say it in the stream
+                body = self._describe(as_api_error(error))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_pings(self, send: Send) -> None:
+
+class _PingedSend:
+    """A stream's `send` that is never silent for long: a ping goes out, and the start before the first of them."""
+
+    def __init__(self, send: Send, start: Message, ping: Message) -> None:
+        self._send = send
+        self._start = start
+        self._ping = ping
+        self._sending = asyncio.Lock()
+        self._quiet_since = asyncio.get_running_loop().time()
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        async with self._sending:
+            if message["type"] == "http.response.start":
+                if self.started:
+                    return
+                self.started = True
+            await self._send(message)
+            self._quiet_since = asyncio.get_running_loop().time()
+
+    async def break_silence(self) -> None:
+        """Send pings until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             if (left := self._quiet_since + PING_S - loop.time()) > 0:
                 await asyncio.sleep(left)
             else:
-                await self._send_part(send, self._ping)
-
-    async def _send_part(self, send: Send, data: bytes, more: bool = True) -> None:
-        async with self._sending:
-            if not self._started:
-                self._started = True
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._quiet_since = asyncio.get_running_loop().time()
+                await self(self._start)
+                await self(self._ping)

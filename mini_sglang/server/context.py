@@ -19,9 +19,10 @@ from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.server.admission import Admission
 from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.errors import ApiError
-from mini_sglang.server.intake import Admission, RequestPacer
+from mini_sglang.server.intake import RequestPacer
 from mini_sglang.server.metrics import ServerMetrics
 from mini_sglang.text.tokenizer import Tokenizer
 

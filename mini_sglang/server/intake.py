@@ -1,26 +1,255 @@
-"""What happens to every request before a route is looked for: it waits for its turn of the event loop, so that many at
-once delay no stream, and what HTTP lets a client write in two ways becomes one. And how many are there at once. Knows of
-a request only its path, its client and its size.
+"""What happens to requests before a route is looked for: connections are bounded in time, number and in what a client
+leaves half done; each request waits for its turn of the event loop, so that many at once delay no stream; and what HTTP
+lets a client write in two ways becomes one.
+
+head, body ──▶ must arrive in time, or the answer is 408; an idle connection is closed
+answered early ──▶ what the client still sends is read and dropped for a while, or a reset would take the answer along
+all descriptors in use ──▶ the connection that has been idle longest makes room
+
+Does not look at bodies, and knows no route but /health, which always gets through.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+import resource
+from typing import Any
 
+import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mini_sglang.config import ServerConfig
+from mini_sglang.server.errors import ApiError, error_response
+
+MAX_HEAD_BYTES = 1 << 16
+MIN_BODY_BYTES_PER_S = 1000  # a body that comes at this rate has all the time that it needs
+MAX_CONNECTIONS = 8192
+RESERVED_DESCRIPTORS = 128  # for everything but connections
+LINGER_S = 10.0  # for which the rest of a request is dropped after its answer
+LINGER_BYTES = 1 << 28
+HALF_CLOSED_S = 2.0  # before a client that has ended its side is asked whether it still listens
+PROBE_S = 0.5  # between asking and asking again
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client passes over it
+_HEALTH = "/health"
 REQUESTS_PER_TURN = 4  # to begin a request takes about a millisecond
-MAX_PROMISES = 1024  # later requests are told when to come, without a promise
-LONGEST_WAIT_S = 60  # clients' libraries obey no longer one
-GRACE_S = 5.0  # how much later than told a client may come
-FIRST_SECONDS = 1.0  # that a request takes, before any has ended
-SECONDS_WEIGHT = 1 / 16  # of the latest ended request in the running mean
-FEWEST_DEPARTURES = 8  # for a rate
+
+
+def max_connections() -> int:
+    """Raise the process's limit of open descriptors as far as it may, and tell how many connections fit below it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - RESERVED_DESCRIPTORS
+    return max(16, min(MAX_CONNECTIONS, room))
+
+
+class Connection(H11Protocol):
+    """A connection of a server with these settings, one of at most `most`."""
+
+    def __init__(self, *, limits: ServerConfig, most: int, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self.conn = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
+        self._inner: ASGIApp = self.app
+        self.app = self._answer
+        self._seconds = {"head": limits.head_timeout_s, "body": limits.body_timeout_s}
+        self._most = most
+        self._is_extra = False  # all connections are at work, and this is one more
+        self._owed: str | None = None  # what the client has to send next: "head" or "body"
+        self._owed_since = self._quiet_since = self.loop.time()
+        self._received = 0  # bytes of what is owed, or since the answer
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+
+    # Which connections there may be
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
+        self._owe("head")
+        if len(self.connections) > self._most:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        others = (other for other in self.connections if isinstance(other, Connection) and other is not self)
+        idle = [other for other in others if not other._is_at_work and not other.transport.is_closing()]
+        if idle:
+            min(idle, key=lambda other: other._quiet_since).transport.abort()
+        elif len(self.connections) > self._most + RESERVED_DESCRIPTORS // 2:
+            self.transport.abort()
+        else:
+            self._is_extra = True
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether a request that has arrived is being answered."""
+        return self._owed is None and self.cycle is not None and not self.cycle.response_complete
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._owe(None)
+
+    # What arrives, and by when
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            data = data.lstrip(b"\r\n")  # which some clients send behind a body
+        if self._is_answered_early and self._received > LINGER_BYTES:
+            self.transport.abort()
+        elif data and not self.transport.is_closing():
+            super().data_received(data)
+            self._owe({h11.IDLE: "head", h11.SEND_BODY: "body"}.get(self.conn.their_state))
+            if self._is_at_work and len(self.conn.trailing_data[0]) <= HIGH_WATER_LIMIT:
+                self.flow.resume_reading()  # a pipelined request waits; but the end of the connection must be seen
+
+    def on_response_complete(self) -> None:
+        self._quiet_since = self.loop.time()
+        self._received = 0
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._owe("head")
+        if self._is_half_closed and self.cycle.response_complete:
+            self.transport.close()
+
+    @property
+    def _is_answered_early(self) -> bool:
+        return self.transport.is_closing() or (self.cycle is not None and self.cycle.response_complete)
+
+    def _owe(self, part: str | None) -> None:
+        if part == self._owed:
+            return  # the clock goes on
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._owed, self._owed_since, self._received = part, self.loop.time(), 0
+        if part is not None:
+            self._timer = self.loop.call_later(self._seconds[part], self._check_time, part)
+
+    def _check_time(self, part: str) -> None:
+        earned = self._received / MIN_BODY_BYTES_PER_S if part == "body" else 0.0
+        left = self._owed_since + self._seconds[part] + earned - self.loop.time()
+        if self.flow.read_paused:
+            left = max(left, 1.0)  # it is the server that does not read
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check_time, part)
+        elif part == "head" and not self.conn.trailing_data[0]:
+            self.transport.close()  # nothing was asked
+        else:
+            self._refuse(408, f"the request's {part} did not arrive in time")
+
+    def send_400_response(self, msg: str) -> None:
+        if len(self.conn.trailing_data[0]) > MAX_HEAD_BYTES:
+            msg = f"Request line and headers may take at most {MAX_HEAD_BYTES} bytes."
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer in place of the app, and close."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # an answer has begun
+            return
+        response = error_response(ApiError(status, message))
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    # A client that ends its side
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on with a whole request: the client may only have said that it is the last. But it may be gone, too.
+
+        HTTP/1.0 has no interim answer to find out with, and behind it is most often a proxy, which has gone. TLS ends
+        both sides at once.
+        """
+        can_ask = self.scheme == "http" and self._is_at_work and self.scope["http_version"] == "1.1"
+        asked = can_ask and not self.cycle.response_started
+        if asked and not self.transport.is_closing():
+            self._is_half_closed = True
+            self.loop.call_later(HALF_CLOSED_S, self._probe)
+            return True
+        return False
+
+    def _probe(self) -> None:
+        """Send what a client passes over; the system of one that is gone answers with a reset."""
+        if not self.transport.is_closing():
+            if not self.cycle.response_started:
+                self.transport.write(_PROBE)
+            self.loop.call_later(PROBE_S, self._probe)
+
+    # What is answered
+
+    def _should_upgrade(self) -> bool:
+        return False  # an offer, which the answer passes over
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app. The parts of a chunked answer go past h11, which takes three times as long for each."""
+        cycle = self.cycle
+        is_chunked = False
+
+        async def send_quickly(message: Message) -> None:
+            nonlocal is_chunked
+            if is_chunked and message.get("more_body"):
+                if self.flow.write_paused and not cycle.disconnected:
+                    await self.flow.drain()
+                if (body := message["body"]) and not cycle.disconnected:
+                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+                return
+            await send(message)
+            if message["type"] == "http.response.start":
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+                is_chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD" and not has_length
+
+        if self._is_extra and scope["path"] != _HEALTH:
+            busy = ApiError(503, "the server has no room for another connection", code="too_many_connections")
+            response = error_response(busy)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+        else:
+            await self._inner(scope, receive, send_quickly)
+
+
+class _LingeringTransport:
+    """A transport whose `close` waits for a client that is still sending, within bounds.
+
+    To close at once would reset the connection, and the client's system would drop the answer that it holds.
+    """
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self._connection = connection
+        self._is_lingering = False
+        self.write = transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if self._connection.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            self._transport.close()
+            return
+        self._is_lingering = True
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._connection.flow.resume_reading()
+        asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
 
 class RequestPacer:
@@ -47,83 +276,6 @@ class PacingMiddleware:
         await self._app(scope, receive, send)
 
 
-class FullError(Exception):
-    """There is no place now. `retry_after_s`: whole seconds after which to come again."""
-
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__(retry_after_s)
-        self.retry_after_s = retry_after_s
-
-
-class Admission:
-    """Gives out `running` + `waiting` places, and tells those that find none when to come again.
-
-    A request that is refused is promised a place after the time that it is told. Half of the waiting room is kept for
-    such promises, so that requests that come for the first time do not take every place before them; if nobody comes
-    again, the other half still keeps the engine busy.
-
-    With `has_shares` a client gets a place only while more are free than it holds, so that one client alone fills at
-    most half of them, and the next one finds room.
-    """
-
-    def __init__(
-        self, running: int, waiting: int, *, has_shares: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.limit = running + waiting
-        self._running = running
-        self._kept = waiting // 2
-        self._has_shares = has_shares
-        self._clock = clock
-        self._held: Counter[str] = Counter()  # places, by client
-        self._promises: list[tuple[float, Hashable]] = []  # from when on, and to which work; the earliest first
-        self._departures: deque[float] = deque(maxlen=64)  # when requests ended while others waited
-        self._seconds = FIRST_SECONDS  # that a request took: a running mean
-
-    @contextlib.contextmanager
-    def places(self, client: str, count: int, work: Hashable) -> Iterator[None]:
-        """Hold `count` places in a block. `work` is equal for a request and for its repetition. Raises FullError."""
-        self._enter(client, count, work)
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._leave(client, count, self._clock() - start)
-
-    def _enter(self, client: str, count: int, work: Hashable) -> None:
-        now = self._clock()
-        self._promises = [promise for promise in self._promises if promise[0] + GRACE_S >= now]
-        mine = next((promise for promise in self._promises if promise[0] <= now and promise[1] == work), None)
-        kept = min(len(self._promises), self._kept) if mine is None else 0
-        free = self.limit - self._held.total()
-        if count > free - kept or (self._has_shares and self._held[client] + count > free):
-            raise FullError(self._promise(now, work))
-        if mine is not None:
-            self._promises.remove(mine)
-        self._held[client] += count
-
-    def _promise(self, now: float, work: Hashable) -> int:
-        """Promise the place behind all promised ones; returns in how many seconds."""
-        wait = math.ceil((len(self._promises) + 1) * self._interval(now))
-        wait = min(max(wait, 1), LONGEST_WAIT_S)
-        if len(self._promises) < MAX_PROMISES:
-            self._promises.append((now + wait, work))
-        return wait
-
-    def _interval(self, now: float) -> float:
-        """Seconds between two requests that end while others wait; before there are enough, a guess."""
-        departures = self._departures
-        if len(departures) < FEWEST_DEPARTURES:
-            return self._seconds / self._running
-        mean = (departures[-1] - departures[0]) / (len(departures) - 1)
-        return max(mean, now - departures[-1])
-
-    def _leave(self, client: str, count: int, seconds: float) -> None:
-        if self._held.total() > self._running:
-            self._departures.append(self._clock())
-        else:
-            self._departures.clear()
-        self._held[client] -= count
-        self._seconds += SECONDS_WEIGHT * (seconds - self._seconds)
 class PlainRequests:
     """ASGI middleware: HEAD is GET without the answer's body, and a slash at the end of a path makes no difference.
 

@@ -29,8 +29,8 @@ import uvicorn
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.server.app import create_app
-from mini_sglang.server.connections import Connection, max_connections
 from mini_sglang.server.context import ServerContext
+from mini_sglang.server.intake import Connection, max_connections
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.weights.hub import find_model
 

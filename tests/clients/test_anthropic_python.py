@@ -15,7 +15,7 @@ anthropic = pytest.importorskip("anthropic")
 def test_message_stream_and_tool_call(server: RunningServer, question: str, answer: str) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     messages = [{"role": "user", "content": question}]
-    asked: dict[str, Any] = {"model": "smollm2-135m", "messages": messages, "temperature": 0}
+    asked: dict[str, Any] = {"model": "smollm2-135m", "messages": messages, "extra_body": {"temperature": 0}}
     assert client.messages.create(**asked, max_tokens=8).content[0].text == answer
     with client.messages.stream(**asked, max_tokens=8) as stream:
         assert "".join(stream.text_stream) == answer
