@@ -32,7 +32,7 @@ FIT = 2**63 - 2048  # however llguidance reads the float, it is a signed integer
         ({"type": "number", "maximum": float("inf"), "minimum": float("-inf")}, {}),
         ({"type": "number", "minimum": -1e30, "maximum": 1e30}, {"minimum": -(10**18), "maximum": 10**18}),
         ({"type": "number", "multipleOf": 0.25}, {"multipleOf": 0.25, "minimum": -(10**18), "maximum": 10**18}),
-        ({"type": "integer", "multipleOf": 7, "minimum": 0}, {"multipleOf": 7, "minimum": 0, "maximum": FIT}),
+        ({"type": "integer", "multipleOf": 7, "minimum": 0}, {"multipleOf": 7, "minimum": 0, "maximum": 2**63 - 1024}),
     ],
 )
 def test_bounds_are_read_as_they_are_meant(keywords: dict[str, Any], expected: dict[str, Any]) -> None:
