@@ -29,7 +29,8 @@ def bounds_of(given: Json) -> Json:
     if "multipleOf" in given:
         bounds["multipleOf"] = _multiple(given["multipleOf"])
         # or it would have digits without end, of which few ends are multiples
-        bounds = {"minimum": -_LARGEST_NUMBER, "maximum": _LARGEST_NUMBER, **bounds}
+        largest = _LARGEST_INTEGER if is_integer else _LARGEST_NUMBER
+        bounds = {"minimum": -largest, "maximum": largest, **bounds}
     return bounds
 
 
