@@ -5,7 +5,6 @@ TokenOutput and StepOutputs cross the process boundary, so they are msgspec stru
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -161,21 +160,6 @@ class RequestOutput:
     def new_logprobs(self) -> list[TokenLogprobs] | None:
         logprobs = self.generated.logprobs
         return None if logprobs is None else logprobs[self._first_new : self.usage.completion_tokens]
-
-    def steps(self) -> Iterator[RequestOutput]:
-        """The outputs that came one after another up to this one, which is the last."""
-        num_before = 0
-        counts = self.generated.num_tokens_at_piece[: self.num_text_pieces]
-        for index, num_tokens in enumerate(counts):
-            yield dataclasses.replace(
-                self,
-                usage=msgspec.structs.replace(self.usage, completion_tokens=num_tokens),
-                text_delta=self.generated.text_pieces[index],
-                num_new_tokens=num_tokens - num_before,
-                finish_reason=self.finish_reason if index == len(counts) - 1 else None,
-                num_text_pieces=index + 1,
-            )
-            num_before = num_tokens
 
     def num_tokens_of_text(self, num_characters: int) -> int:
         """The number of tokens that had been generated when the text first had this many characters."""

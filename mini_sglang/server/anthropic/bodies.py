@@ -86,10 +86,6 @@ class OutputConfig(Body):
     task_budget: fields.Ignored = None
 
 
-class Metadata(Body):
-    user_id: str | None = None  # changes no answer
-
-
 class PromptBody(chat.ConversationBody):
     """The fields of both routes, so that what can be sent can be counted."""
 
@@ -108,11 +104,12 @@ class PromptBody(chat.ConversationBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
     stop_sequences: fields.StopStrings | None = None
     stop: fields.Off = None  # the other APIs' name of stop_sequences
     chat_template_kwargs: fields.TemplateArguments | None = None  # as for a chat
     # For Anthropic's books, caches and machines: these change no answer.
-    metadata: Metadata | None = None
+    metadata: Json | None = None
     anthropic_beta: fields.Ignored = None
     anthropic_version: fields.Ignored = None
     betas: fields.Ignored = None
@@ -178,7 +175,7 @@ class PromptBody(chat.ConversationBody):
         )
 
     def sampling_fields(self) -> Json:
-        wanted = None if self.output_config is None else self.output_config.format
+        wanted = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         return {
             **self.model_dump(include=SAMPLING_FIELDS),
             "stop": self.stop_sequences,

@@ -95,13 +95,13 @@ class ToolResultBlock(HistoryPart):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[fields.Content, BeforeValidator(_readable)] = ""
+    content: Annotated[fields.Content | None, BeforeValidator(_readable)] = None
     is_error: bool | None = None
     cache_control: fields.Ignored = None
     toolset_name: fields.Ignored = None
 
     def for_chat(self) -> chat.Message:
-        content = f"Error: {self.content}" if self.is_error else self.content
+        content = f"Error: {self.content or ''}" if self.is_error else self.content or ""
         return chat.Message(role="tool", content=content, tool_call_id=self.tool_use_id)
 
 

@@ -123,7 +123,7 @@ class ResponsesBody(chat.ConversationBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    prompt_cache_retention: str | None = None
     metadata: fields.Labels | None = None
     # For its caches, machines and tools: these change no answer either.
     access_programs: fields.Ignored = None

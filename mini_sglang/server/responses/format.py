@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs
 from mini_sglang.sampling_params import Json
 from mini_sglang.server.answering import AnswerFormat, named_event
@@ -49,7 +51,7 @@ class ResponseFormat(AnswerFormat):
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         [output] = outputs
         # Step by step if there are log-probabilities, so that each text gets those that a stream would give it.
-        steps = [dataclasses.replace(output, text_delta=output.text)] if output.logprobs is None else output.steps()
+        steps = [dataclasses.replace(output, text_delta=output.text)] if output.logprobs is None else _steps(output)
         for step in steps:
             for _ in self._changes(step):
                 pass
@@ -202,6 +204,22 @@ class ResponseFormat(AnswerFormat):
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
         return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
+
+
+def _steps(output: RequestOutput) -> Iterator[RequestOutput]:
+    """The outputs that a stream would have had up to this one, as far as text, tokens and log-probabilities go."""
+    num_before = 0
+    pieces = zip(output.generated.text_pieces, output.generated.num_tokens_at_piece, strict=True)
+    for count, (text, num_tokens) in enumerate(pieces, start=1):
+        yield dataclasses.replace(
+            output,
+            usage=msgspec.structs.replace(output.usage, completion_tokens=num_tokens),
+            text_delta=text,
+            num_new_tokens=num_tokens - num_before,
+            finish_reason=output.finish_reason if count == output.num_text_pieces else None,
+            num_text_pieces=count,
+        )
+        num_before = num_tokens
 
 
 _DEFAULTS: Json = {  # the settings that a response repeats, where the body left them out
