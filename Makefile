@@ -58,8 +58,9 @@ lint: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # the notice is of another version, not of this site
 
-# Ten minutes of requests made from the API's description, against a server with a tiny model.
+# Ten minutes each: files, templates and tokens to their readers, and requests made from the API's description to a server.
 fuzz: setup
+	FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/fuzz --timeout 1200 $(ARGS)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'schemathesis>=4.32'
 	FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/server/test_schemathesis.py --timeout 1200 $(ARGS)
 

@@ -72,6 +72,7 @@ class ServerContext:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waits: set[asyncio.Timeout] = field(default_factory=set)  # for the rest of a body
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
+    started: float = field(default_factory=time.monotonic)  # the same moment, on a clock that never jumps
 
     @functools.cached_property
     def metrics(self) -> ServerMetrics:

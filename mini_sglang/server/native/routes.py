@@ -157,7 +157,7 @@ async def server_info(request: Request) -> Response:
         "engine": context.engine.info,
         "stats": stats,
         "internal_states": [stats],  # where SGLang's load generator looks
-        "uptime_s": round(time.time() - context.created, 3),
+        "uptime_s": round(time.monotonic() - context.started, 3),
         "requests": sorted(context.jobs),  # ids of running jobs
         "server": server,
     }
