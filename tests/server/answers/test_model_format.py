@@ -10,7 +10,7 @@ import pytest
 from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
-from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
 from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.answers.reasoning import REASONING_PARSERS
 from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
@@ -106,6 +106,8 @@ def test_strict_calls_among_free_text(fits: Fits, parser: str) -> None:
     assert fits(f"Let me see.\n{call}", parser, **fields)
     assert not fits(call.replace('"Lima"', "5"), parser, **fields)
     assert fits(call.replace('"Lima"', "5"), parser, tools=[GET_TIME, ADD])
+    strict_add = {"type": "function", "function": {"name": "add", "strict": True}}
+    assert fits(call.replace('"Lima"', "5"), parser, tools=[GET_TIME, strict_add])  # each as it asks
 
 
 def test_reasoning_that_the_prompt_has_opened_comes_before_the_call(fits: Fits) -> None:
@@ -128,6 +130,17 @@ def test_one_grammar_for_an_answer(builtin_tokenizer: Tokenizer) -> None:
     rules = ModelFormat.of(builtin_tokenizer, ServerConfig()).rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
     with pytest.raises(FieldError, match="regex cannot be combined with tools"):
         rules.constrain(SamplingParams(regex="a+"))
+
+
+def test_tools_too_large_for_a_grammar_are_refused_with_both_sizes(builtin_tokenizer: Tokenizer) -> None:
+    large = {"type": "object", "properties": {"a": {"type": "string", "description": "a" * MAX_GRAMMAR_LENGTH}}}
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": large}}]
+    model_format = ModelFormat.of(builtin_tokenizer, ServerConfig())
+    rules = model_format.rules(TemplateBody(tools=tools, tool_choice="required"), QUESTION, [])
+    with pytest.raises(
+        FieldError, match=f"tools may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got 262[0-9]{{3}}"
+    ):
+        rules.constrain(SamplingParams())
 
 
 def test_tools_without_need_of_a_grammar_have_none(builtin_tokenizer: Tokenizer) -> None:
