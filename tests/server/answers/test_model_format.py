@@ -10,11 +10,13 @@ import pytest
 from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
+from mini_sglang.outputs import TokenOutput
 from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
-from mini_sglang.server.answers.model_format import ModelFormat
-from mini_sglang.server.answers.reasoning import REASONING_PARSERS
+from mini_sglang.server.answers.model_format import AnswerParser, ModelFormat
+from mini_sglang.server.answers.reasoning import REASONING_PARSERS, THINK, ReasoningParser
 from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
 from mini_sglang.server.chat import Message, TemplateBody
+from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
@@ -130,6 +132,19 @@ def test_one_grammar_for_an_answer(builtin_tokenizer: Tokenizer) -> None:
     rules = ModelFormat.of(builtin_tokenizer, ServerConfig()).rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
     with pytest.raises(FieldError, match="regex cannot be combined with tools"):
         rules.constrain(SamplingParams(regex="a+"))
+
+
+def test_reasoning_tokens_are_counted_while_they_come_and_not_beyond(builtin_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(builtin_tokenizer, "r", 5, SamplingParams())
+    parser = AnswerParser(ReasoningParser(THINK), None)
+    counts = []
+    for token_id in builtin_tokenizer.encode("<think> one two</think> four five"):
+        output = processor.push(TokenOutput(request_id="r", token_ids=[token_id]))
+        parser.push(output)
+        counts.append(parser.reasoning_tokens(output))
+    num_opening, num_all = (len(builtin_tokenizer.encode(text)) for text in ("<think>", "<think> one two</think>"))
+    assert counts[num_opening : num_opening + 2] == [num_opening + 1, num_opening + 2]
+    assert counts[num_all - 1 :] == [num_all] * 3
 
 
 def test_tools_too_large_for_a_grammar_are_refused_with_both_sizes(builtin_tokenizer: Tokenizer) -> None:
