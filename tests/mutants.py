@@ -395,6 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--only", default="", help="modules or functions whose name contains this")
     parser.add_argument("--sample", type=int, help="this many, drawn at random, the same each time")
+    parser.add_argument("--again", type=Path, help="those that survived, by this results.json of another run")
     parser.add_argument("--unlisted", action="store_true", help="leave out what mutants.toml lists")
     parser.add_argument("--out", type=Path, help="folder for results.json")
     options = parser.parse_args(arguments)
@@ -405,11 +406,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for removal, line in chosen.items()
         if options.only in f"{removal.module}.{removal.function}" and not (options.unlisted and removal in listed)
     }
+    if options.again is not None:
+        survived = {
+            Removal(**o["removal"]) for o in json.loads(options.again.read_text()) if o["verdict"] == "survived"
+        }
+        chosen = {removal: line for removal, line in chosen.items() if removal in survived}
     if options.sample is not None:
         kept = random.Random(0).sample(sorted(chosen), min(options.sample, len(chosen)))
         chosen = {removal: chosen[removal] for removal in kept}
     if not chosen:
-        parser.error(f"no statement of a function matches --only {options.only}")
+        parser.error("no statement of a function is left")
     os.environ.update(_ENVIRONMENT)
     os.chdir(ROOT)
     for name in (*SLOW_IMPORTS, "hypothesis.stateful"):

@@ -257,12 +257,10 @@ class KVCacheManager:
         holding = self._holdings[request]
         holding.invalid = True
         keep = num_tokens // self.page_size
-        if holding.node is None:
-            return
         if holding.tail is not None:
             self._allocator.release(self._tree.remove_tail(holding.tail))
             holding.tail = None
-        if holding.num_pages > keep:
+        if holding.node is not None and holding.num_pages > keep:
             self._allocator.release(self._tree.detach(holding.node, holding.num_pages, keep))
 
     def resend_page_table(self, request: Request) -> None:

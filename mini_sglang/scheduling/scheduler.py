@@ -257,7 +257,7 @@ class Scheduler:
             if num_tokens - request.num_computed_tokens > 1:
                 prefilling.append(request)
             elif num_tokens >= request.max_num_tokens or not request.may_sample:
-                continue  # its last token, or the mask for the next one, has not arrived yet
+                pass  # its last token, or the mask for the next one, has not arrived yet
             elif self._make_room(request, num_tokens, plan):
                 plan[request] = 1
             else:

@@ -146,6 +146,8 @@ def _with_finite_bounds(value: Any) -> Any:
             for key, item in value.items()
         }
     return [_with_finite_bounds(item) for item in value] if isinstance(value, list) else value
+
+
 def _is_compressed(request: Request) -> bool:
     """Whether the body is gzip. Raises ApiError 415 for another coding."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()

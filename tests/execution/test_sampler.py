@@ -196,6 +196,12 @@ def test_bfloat16_logits_sample_too() -> None:
     assert sample(logits, batch([SamplingParams(temperature=0), SamplingParams(top_p=0.5)])).shape == (2,)
 
 
+def test_bfloat16_logits_draw_what_they_say_in_float32() -> None:
+    logits = torch.randn(200, VOCAB).bfloat16()
+    params = batch([SamplingParams()] * 200, list(range(200)))
+    assert torch.equal(sample(logits, params), sample(logits.float(), params))
+
+
 def test_a_seeded_draw_survives_the_rounding_of_another_batch_or_a_cached_prefix() -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 50_000) * 2

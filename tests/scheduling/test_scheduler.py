@@ -14,6 +14,7 @@ from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.scheduling.policy import MAX_OVERTAKEN
+from mini_sglang.scheduling.radix_cache import Match
 from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation, generate
 
@@ -642,9 +643,13 @@ def test_a_queue_that_found_no_pages_is_not_searched_again_until_something_chang
     scheduler.add(request("a", distinct(1, 4), max_tokens=20))
     scheduler.schedule()
     scheduler.add(request("large", distinct(2, 30), max_tokens=1))
-    searched = []
-    match = scheduler.kv.match
-    monkeypatch.setattr(scheduler.kv, "match", lambda request: searched.append(request.request_id) or match(request))
+    searched, find = [], scheduler.kv.match
+
+    def match(request: Request) -> Match:
+        searched.append(request.request_id)
+        return find(request)
+
+    monkeypatch.setattr(scheduler.kv, "match", match)
     for _ in range(5):
         scheduler.schedule()
     assert searched == ["large"]

@@ -73,8 +73,9 @@ def test_the_right_mask_is_obeyed() -> None:
 
 
 def simulation() -> Simulation:
-    sizes = {"num_pages": 16, "page_size": 4, "context_length": 100}
-    config = ResolvedConfig(**sizes, max_running_requests=4, max_prefill_tokens=16)
+    config = ResolvedConfig(
+        num_pages=16, page_size=4, context_length=100, max_running_requests=4, max_prefill_tokens=16
+    )
     result = Simulation(config)
     result.add(Request("a", [1, 2, 3], SamplingParams(max_tokens=4, prompt_logprobs=0)))
     return result

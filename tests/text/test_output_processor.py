@@ -60,6 +60,22 @@ def test_deltas_join_to_the_text_and_new_tokens_to_all_tokens(builtin_tokenizer:
     assert last.stop_reason is None
 
 
+def test_each_token_has_its_log_probabilities_and_each_text_its_tokens(builtin_tokenizer: Tokenizer) -> None:
+    ids = builtin_tokenizer.encode(" one two three")
+    last = feed(builtin_tokenizer, SamplingParams(logprobs=0), ids)[-1]
+    assert last.logprobs == [TokenLogprobs([token_id], [-1.0]) for token_id in ids]
+    assert [last.num_tokens_of_text(len(text)) for text in ("", " one", " one t", " one two three")] == [0, 1, 2, 3]
+
+
+def test_what_came_with_the_first_token_stays(builtin_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(builtin_tokenizer, "r", 5, SamplingParams(prompt_logprobs=0))
+    prompt_logprobs = [TokenLogprobs([7], [-0.5])]
+    first = TokenOutput(request_id="r", token_ids=[5], prompt_logprobs=prompt_logprobs, queued_s=0.25)
+    for token_output in (first, TokenOutput(request_id="r", token_ids=[6])):
+        output = processor.push(token_output)
+        assert (output.prompt_logprobs, output.queued_s) == (prompt_logprobs, 0.25)
+
+
 def test_each_token_keeps_its_time_however_late_it_is_fetched(builtin_tokenizer: Tokenizer) -> None:
     outputs = feed(builtin_tokenizer, SamplingParams(), builtin_tokenizer.encode(TEXT)[:5])
     times = [output.new_token_times[0] for output in outputs]

@@ -155,7 +155,7 @@ class ToolCallParser:
         if end is None:
             self._num_read = len(self._held)
             return False
-        call = None if self._object.is_broken else _read_call(self._held[self._start : end], self._name)
+        call = _read_call(self._held[self._start : end], self._name)
         if call is None or call[0] not in self._names:
             return self._is_no_call(end)
         name, arguments = call
@@ -251,11 +251,10 @@ _INSIDE_STRINGS = re.compile(r'["\\]')
 class _JsonObject:
     """Finds the end of an object by its brackets, in text that comes in parts; looks only at brackets and strings.
 
-    A "<" outside strings shows that the object is broken: the model has gone on to what follows it.
+    A "<" outside strings ends an object that is broken: the model has gone on to what follows it.
     """
 
     def __init__(self) -> None:
-        self.is_broken = False
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -274,7 +273,6 @@ class _JsonObject:
                     self._escaped = start == len(text)
                     start += 1
                 case "<":
-                    self.is_broken = True
                     return found.start()
                 case "{" | "[":
                     self._depth += 1

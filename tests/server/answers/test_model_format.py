@@ -9,11 +9,13 @@ import pytest
 
 from mini_sglang.config import ServerConfig
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
-from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.server.answers.model_format import ModelFormat
-from mini_sglang.server.answers.reasoning import REASONING_PARSERS
+from mini_sglang.outputs import TokenOutput
+from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
+from mini_sglang.server.answers.model_format import AnswerParser, ModelFormat
+from mini_sglang.server.answers.reasoning import REASONING_PARSERS, THINK, ReasoningParser
 from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
 from mini_sglang.server.chat import Message, TemplateBody
+from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
@@ -113,6 +115,8 @@ def test_strict_calls_among_free_text(fits: Fits, parser: str) -> None:
     assert fits(f"Let me see.\n{call}", parser, **fields)
     assert not fits(call.replace('"Lima"', "5"), parser, **fields)
     assert fits(call.replace('"Lima"', "5"), parser, tools=[GET_TIME, ADD])
+    strict_add = {"type": "function", "function": {"name": "add", "strict": True}}
+    assert fits(call.replace('"Lima"', "5"), parser, tools=[GET_TIME, strict_add])  # each as it asks
 
 
 def test_reasoning_that_the_prompt_has_opened_comes_before_the_call(fits: Fits) -> None:
@@ -151,6 +155,30 @@ def test_with_a_form_for_the_answer_too_the_model_calls_or_answers_in_that_form(
             assert not fits(text, **both, tool_choice="required")
             assert not fits(HERMES_TIME, **both, tool_choice="none")
             assert fits(text, **both, tool_choice="none")
+
+
+def test_reasoning_tokens_are_counted_while_they_come_and_not_beyond(builtin_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(builtin_tokenizer, "r", 5, SamplingParams())
+    parser = AnswerParser(ReasoningParser(THINK), None)
+    counts = []
+    for token_id in builtin_tokenizer.encode("<think> one two</think> four five"):
+        output = processor.push(TokenOutput(request_id="r", token_ids=[token_id]))
+        parser.push(output)
+        counts.append(parser.reasoning_tokens(output))
+    num_opening, num_all = (len(builtin_tokenizer.encode(text)) for text in ("<think>", "<think> one two</think>"))
+    assert counts[num_opening : num_opening + 2] == [num_opening + 1, num_opening + 2]
+    assert counts[num_all - 1 :] == [num_all] * 3
+
+
+def test_tools_too_large_for_a_grammar_are_refused_with_both_sizes(builtin_tokenizer: Tokenizer) -> None:
+    large = {"type": "object", "properties": {"a": {"type": "string", "description": "a" * MAX_GRAMMAR_LENGTH}}}
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": large}}]
+    model_format = ModelFormat.of(builtin_tokenizer, ServerConfig())
+    rules = model_format.rules(TemplateBody(tools=tools, tool_choice="required"), QUESTION, [])
+    with pytest.raises(
+        FieldError, match=f"tools may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got 262[0-9]{{3}}"
+    ):
+        rules.constrain(SamplingParams())
 
 
 def test_tools_without_need_of_a_grammar_have_none(builtin_tokenizer: Tokenizer) -> None:

@@ -60,6 +60,10 @@ def test_the_characters_of_reasoning_are_counted_with_its_markers() -> None:
     none = ReasoningParser(THINK)
     none.push("Four.")
     assert none.reasoning_characters == 0
+    cut_off = ReasoningParser(THINK)
+    cut_off.push("<think>a")
+    assert cut_off.in_reasoning
+    assert cut_off.reasoning_characters == len("<think>a")
 
 
 @pytest.mark.parametrize(

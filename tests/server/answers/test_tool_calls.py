@@ -106,6 +106,19 @@ def test_what_is_no_call_stays_text(notation: str, text: str) -> None:
     assert parse(NOTATIONS[notation], *text) == (text, [])
 
 
+def test_white_space_between_the_ends_of_an_eager_call_is_no_text() -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n }\n</tool_call>'
+    assert parse(HERMES, text, eager=True) == ("", [("add", '{"a": 1}')])
+    assert parse(HERMES, *text, eager=True) == ("", [("add", '{"a": 1}')])
+
+
+def test_an_eager_call_is_found_behind_one_of_an_unknown_function() -> None:
+    unknown = f"<tool_call>{call('launch')}</tool_call>"
+    parser = ToolCallParser(HERMES, NAMES, eager=True)
+    deltas = parser.push(unknown + HERMES_TIME, final=True)
+    assert summary(Answer.of(deltas)) == (unknown, [TIME])
+
+
 def test_a_call_after_a_broken_one_is_found() -> None:
     broken = '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'
     assert parse(HERMES, f"{broken}\n{HERMES_TIME}") == (broken, [TIME])
