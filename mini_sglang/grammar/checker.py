@@ -31,7 +31,7 @@ from mini_sglang.sampling_params import SamplingParams
 
 LIMIT_S = 2.0  # of the processor's time, for one grammar; honest ones take milliseconds
 _LAST_MOMENT_S = 0.2
-_STUCK_S = 120.0  # of any time, after which a child is taken for stuck
+_STUCK_S = 600.0  # of any time, after which a child is taken for stuck
 _MEMORY = 256 << 20  # bytes that a grammar may take
 _REMEMBERED = 1024  # grammars
 _REFUSAL = f"takes more than {LIMIT_S:g} s of a processor or {_MEMORY >> 20} MiB to follow; make it smaller"
