@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mini_sglang.config import ServerConfig
+from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.outputs import TokenOutput
 from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
