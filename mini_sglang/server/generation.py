@@ -21,9 +21,8 @@ from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput
 from mini_sglang.sampling_params import Json, SamplingParams
 from mini_sglang.server import fields
-from mini_sglang.server.admission import FullError
 from mini_sglang.server.bodies import JobBody
-from mini_sglang.server.context import ServerContext
+from mini_sglang.server.context import FullError, ServerContext
 from mini_sglang.server.errors import ApiError, invalid
 
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from mini_sglang.server.admission import (
+from mini_sglang.server.context import (
     FIRST_SECONDS,
     GRACE_S,
     LONGEST_WAIT_S,
