@@ -1,5 +1,5 @@
-"""The context that the routes of one server share: the engine, the tokenizer, the settings, the metrics and the places for
-requests.
+"""The context that the routes of one server share: the engine, the tokenizer, the settings, the metrics, and the places
+for requests.
 """
 
 from __future__ import annotations
