@@ -95,6 +95,8 @@ def _in_range(low: Decimal | None, high: Decimal | None, largest: Decimal) -> Js
         bounds["minimum"] = _as_float(max(low, -largest), 1)
     if high is not None:
         bounds["maximum"] = _as_float(min(high, largest), -1)
+    if bounds.get("minimum", -math.inf) > bounds.get("maximum", math.inf):
+        raise ValueError("minimum and maximum allow no number between them that a float of 64 bits holds")
     return bounds
 
 
