@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=7000)
     parser.add_argument("--longest", type=int, default=500, help="tokens of the longest prompt")
+    parser.add_argument("--vocabulary", type=int, default=40000, help="prompts are of token ids below it")
     parser.add_argument("--every", type=int, default=100, help="requests between two measurements")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("serve", nargs="*", help="arguments of mini-sglang serve")
@@ -46,7 +47,7 @@ def main() -> None:
 
 async def measure(address: str, pid: int, options: argparse.Namespace) -> None:
     chosen = random.Random(0)
-    texts = [new_prompt(chosen, options.longest) for _ in range(20)]
+    texts = [new_prompt(chosen, options.longest, options.vocabulary) for _ in range(20)]
     started = time.monotonic()
     series = [{"requests": 0, "seconds": 0, "MiB": memory_of(pid)}]
     done = 0
@@ -56,7 +57,7 @@ async def measure(address: str, pid: int, options: argparse.Namespace) -> None:
         while done < options.requests:
             length = round(math.exp(chosen.uniform(0, math.log(options.longest))))
             begin = chosen.choice(texts)[: length - 1] if chosen.random() < 0.5 else []
-            prompt = begin + new_prompt(chosen, length - len(begin))
+            prompt = begin + new_prompt(chosen, length - len(begin), options.vocabulary)
             body = {"model": name, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
             (await client.post("/v1/completions", json=body)).raise_for_status()
             done += 1
@@ -71,8 +72,8 @@ async def measure(address: str, pid: int, options: argparse.Namespace) -> None:
         await asyncio.gather(*(work(client, name) for _ in range(WORKERS)))
 
 
-def new_prompt(chosen: random.Random, length: int) -> list[int]:
-    return [chosen.randrange(1000, 40000) for _ in range(length)]
+def new_prompt(chosen: random.Random, length: int, vocabulary: int) -> list[int]:
+    return [chosen.randrange(3, vocabulary) for _ in range(length)]
 
 
 def memory_of(pid: int) -> dict[str, Any]:
