@@ -4,8 +4,8 @@
 
 Measures the most requests a second that clients get answered who ask one after another, then lets requests come at
 multiples of that rate, whose clients either obey Retry-After or give up. Prints a JSON line for each: answers a second,
-and answers in a second of the server's processor time, which other programs on the machine disturb less. For the
-server's options see soak.
+and answers in a second of the server's processor time, which other programs on the machine disturb less, both by the
+server's own count. For the server's options see soak.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Load:
     obeys: bool
     counts: Counter[str] = field(default_factory=Counter)
     end: float = 0.0
+    before: tuple[float, float, float] = (0, 0, 0)
 
     async def one(self, chance: random.Random) -> None:
-        """A request, until it is answered, given up or too late. Only answers within the time count."""
+        """A request, until it is answered, given up or too late."""
         body = {"prompt": traffic.words(chance, 20), "max_tokens": NUM_TOKENS, "ignore_eos": True}
         is_first = True
         while True:
@@ -49,7 +50,6 @@ class Load:
             which = "first" if is_first else "again"
             self.counts[f"{which} {answer.status_code}"] += 1
             if answer.status_code == 200:
-                self.counts["in time"] += time.monotonic() < self.end
                 return
             wait = traffic.retry_after(answer)
             if not self.obeys or time.monotonic() + wait > self.end:
@@ -60,21 +60,20 @@ class Load:
     async def come(self, rate: float) -> dict[str, object]:
         """Let requests come at random, `rate` a second."""
         chance, tasks = random.Random(0), []
-        arrival, cpu = time.monotonic(), processes.cpu_seconds(self.pid)
-        self.end = arrival + self.seconds
+        await self._begin()
+        arrival = time.monotonic()
         while arrival < self.end:
             await asyncio.sleep(arrival - time.monotonic())
             tasks.append(asyncio.create_task(self.one(random.Random(chance.random()))))
             arrival += chance.expovariate(rate)
-        last, cpu = time.monotonic(), processes.cpu_seconds(self.pid) - cpu
+        figures, last = await self._figures(), time.monotonic()
         alone_again = await self._until_itself_again()
         await asyncio.gather(*tasks)
         again = self.counts["again 200"] + self.counts["again 429"]
         return {
             "rate": round(rate, 1),
             "obeys": self.obeys,
-            "answered_per_s": round(self.counts["in time"] / self.seconds, 2),
-            "answered_per_cpu_s": round(self.counts["in time"] / cpu, 2),
+            **figures,
             "accepted_when_sent_again": round(self.counts["again 200"] / again, 3) if again else None,
             "recovered_after_s": round(alone_again - last, 2),
             **self.counts,
@@ -92,8 +91,7 @@ class Load:
 
     async def ask_in_turn(self, clients: int) -> dict[str, float]:
         """As many clients ask one after another."""
-        cpu = processes.cpu_seconds(self.pid)
-        self.end = time.monotonic() + self.seconds
+        await self._begin()
         chance = random.Random(1)
 
         async def client() -> None:
@@ -101,9 +99,21 @@ class Load:
                 await self.one(chance)
 
         await asyncio.gather(*(client() for _ in range(clients)))
-        cpu = processes.cpu_seconds(self.pid) - cpu
-        answered = self.counts["in time"]
-        return {"answered_per_s": round(answered / self.seconds, 2), "answered_per_cpu_s": round(answered / cpu, 2)}
+        return await self._figures()
+
+    async def _begin(self) -> None:
+        self.before = await self._now()
+        self.end = time.monotonic() + self.seconds
+
+    async def _now(self) -> tuple[float, float, float]:
+        """The time, the server's processor time, and the answers that it has given."""
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        ended = [line for line in lines if "request_success_total{" in line]
+        return time.monotonic(), processes.cpu_seconds(self.pid), sum(float(line.split()[-1]) for line in ended)
+
+    async def _figures(self) -> dict[str, float]:
+        seconds, cpu, answered = (now - before for now, before in zip(await self._now(), self.before, strict=True))
+        return {"answered_per_s": round(answered / seconds, 2), "answered_per_cpu_s": round(answered / cpu, 2)}
 
 
 async def measure(url: str, pid: int, seconds: float) -> None:
