@@ -381,13 +381,15 @@ def report(outcomes: Sequence[Outcome], listed: Mapping[Removal, str]) -> tuple[
     share = len(caught) / max(len(outcomes), 1)
     unlisted = [f"no test notices, and no reason is listed: {removal}" for removal in survived if removal not in listed]
     outdated = [f"listed, but noticed by {caught[removal]}: {removal}" for removal in listed if removal in caught]
-    gone = [f"listed, but not there any more: {removal}" for removal in listed if not is_there(removal)]
+    gone = [f"listed, but not there any more: {removal}" for removal in gone_from(listed)]
     lines += ["", *sorted(unlisted), *outdated, *gone, f"{share:.1%} noticed; the least is {LEAST_CAUGHT:.0%}"]
     return "\n".join(lines), not (unlisted or outdated or gone) and share >= LEAST_CAUGHT
 
 
-def is_there(removal: Removal) -> bool:
-    return removal.module in OWNERS and removal in removals(removal.module, source_of(removal.module))
+def gone_from(listed: Iterable[Removal]) -> list[Removal]:
+    """Those of the list that the source does not have."""
+    there = {removal for module in OWNERS for removal in removals(module, source_of(module))}
+    return [removal for removal in listed if removal not in there]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

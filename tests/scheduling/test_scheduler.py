@@ -496,11 +496,12 @@ def test_a_request_that_gives_way_while_a_step_is_under_way_is_in_no_other() -> 
     scheduler.add(request("a", distinct(1, 6)))
     scheduler.add(request("b", distinct(2, 5)))  # has room on its page when a begins another
     unread = scheduler.schedule()
-    while (batch := scheduler.schedule()) is not None:
+    batch = scheduler.schedule()
+    while not scheduler.stats().num_preemptions:
         assert unread is not None
         read(scheduler, unread)
-        unread = batch
-    assert scheduler.stats().num_preemptions == 1
+        unread, batch = batch, scheduler.schedule()
+    assert batch is None  # a waits for the pages that b holds until the step under way was read
 
 
 def test_a_resumed_request_does_not_ask_again_for_what_it_was_given() -> None:
