@@ -62,7 +62,7 @@ fuzz: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'schemathesis>=4.32'
 	FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/server/test_schemathesis.py --timeout 1200 $(ARGS)
 
-# Which statements the tests would not miss: 1,200 removals, one at a time; four minutes of 16 cores, half an hour of two.
+# Which statements the tests would not miss: 1,200 removals, one at a time; minutes on 16 cores, half an hour on two.
 mutants: setup
 	$(BIN)/python -m tests.mutants $(ARGS)
 
