@@ -68,7 +68,7 @@ fuzz: setup
 soak: setup
 	$(BIN)/python -m tests.stress.soak --hours $(HOURS) --model $(MODEL) $(ARGS)
 
-# Which statements the tests would not miss: 1,200 removals, one at a time; four minutes of 16 cores, half an hour of two.
+# Which statements the tests would not miss: 1,200 removals, one at a time; minutes on 16 cores, half an hour on two.
 mutants: setup
 	$(BIN)/python -m tests.mutants $(ARGS)
 

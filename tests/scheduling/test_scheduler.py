@@ -530,6 +530,7 @@ def test_a_planned_request_that_gives_way_is_not_in_the_step() -> None:
 
 def test_a_page_exchanged_between_two_steps_is_free_at_once() -> None:
     scheduler = Scheduler(config(page_size=1))
+    scheduler.expected_output = 0.0
     for name in "ab":
         scheduler.add(Request(name, [0], SamplingParams(regex="a*")))
     for _ in range(2):  # the second step computes the same token for both of them
@@ -537,6 +538,7 @@ def test_a_page_exchanged_between_two_steps_is_free_at_once() -> None:
         scheduler.set_mask("b", b"")
         batch = scheduler.schedule()
         assert batch is not None
+        assert len(batch.rows) == 2
         read(scheduler, batch)
     scheduler.add(request("c", [9]))
     free = scheduler.stats().num_free_pages

@@ -215,9 +215,9 @@ def test_a_compressed_body(server: RunningServer, text: str) -> None:
     data = json.dumps(PROMPT).encode()
     close = b"connection: close\r\n"
     packed = gzip.compress(data)
-    for body in (packed, gzip.compress(data[:9]) + gzip.compress(data[9:])):
-        assert text_of(exchange(server, *request(body, close + b"content-encoding: gzip\r\n"))) == text
+    assert text_of(exchange(server, *request(packed, close + b"content-encoding: gzip\r\n"))) == text
     cases = [
+        (gzip.compress(data[:9]) + gzip.compress(data[9:]), b"gzip", b"400"),  # thousands of parts would take long
         (gzip.compress(b" " * (1 << 22)), b"gzip", b"413"),
         (packed[:-3], b"gzip", b"400"),
         (data, b"gzip", b"400"),
