@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_SIZE = 2**31 - 1  # of any one number: more is a damaged file, and would only fail later, out of memory
+MOST_SIZE = 2**53  # of any one number: more is a damaged file
 MOST_LAYERS = 10_000
 
 

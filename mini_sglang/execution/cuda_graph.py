@@ -55,7 +55,8 @@ class StepGraphs:
         prepare(descending[0])
         step(descending[0])  # once outside of a capture, for what libraries set up on first use
         console = Console(stderr=True)
-        for size in track(descending, f"Capturing {name} graphs", console=console, transient=True):
+        hidden = not (console.is_terminal or console.is_jupyter)  # a file may be on a full disk
+        for size in track(descending, f"Capturing {name} graphs", console=console, transient=True, disable=hidden):
             graph = torch.cuda.CUDAGraph(keep_graph=size == 1)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):  # kernels may be loaded in it
                 outputs = step(size)

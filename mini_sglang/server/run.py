@@ -159,7 +159,10 @@ class HttpServer(uvicorn.Server):
         # long as the server, and run once in about a thousand requests.
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], 50)
-        print(self._greeting, flush=True)
+        try:
+            print(self._greeting, flush=True)
+        except OSError as error:  # a full disk or a pipe that nobody reads: no reason not to serve
+            logger.warning("%s (which cannot be written to stdout: %s)", self._greeting, error)
 
 
 def with_all_keys(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:

@@ -96,5 +96,8 @@ def _is_ignored(name: str, tied: bool) -> bool:
 
 
 def _fill(plan: Sequence[tuple[CheckpointTensor, WeightSlot]], title: str, show_progress: bool) -> None:
-    for tensor, slot in track(plan, title, console=Console(stderr=True), transient=True, disable=not show_progress):
+    console = Console(stderr=True)
+    # a file has no use for a bar, and may be on a full disk
+    shown = show_progress and (console.is_terminal or console.is_jupyter)
+    for tensor, slot in track(plan, title, console=console, transient=True, disable=not shown):
         slot.load(tensor)
