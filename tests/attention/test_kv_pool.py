@@ -64,10 +64,11 @@ def test_a_page_of_float8_takes_half_of_bfloat16() -> None:
 def test_pages_take_memory_when_they_are_first_written() -> None:
     before = resident_bytes()
     pool = make_pool(torch.float32, num_layers=4, num_pages=1 << 13, head_dim=1024)  # half a GiB
-    assert resident_bytes() - before < 64 << 20
+    empty = resident_bytes()
+    assert empty - before < 64 << 20
     assert pool.layers[3][1, -1].count_nonzero() == 0
     pool.layers[0].fill_(1)
-    assert resident_bytes() - before > pool.layers[0].nbytes
+    assert resident_bytes() - empty > 0.9 * pool.layers[0].nbytes
 
 
 def resident_bytes() -> int:
