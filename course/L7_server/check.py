@@ -459,19 +459,18 @@ def test_the_engine_leaves_when_its_parent_is_gone() -> None:
 
 @guards("queue-without-end")
 def test_beyond_the_limit_a_request_is_refused_at_once() -> None:
+    from mini_sglang.server.context import Admission
     from mini_sglang.server.errors import ApiError
     from mini_sglang.server.generation import Job, _registered
     from mini_sglang.server.native.bodies import GenerateBody
 
-    context: Any = SimpleNamespace(
-        jobs={"running": ["running"], "waiting": ["waiting"]},
-        engine=SimpleNamespace(request_ids=[], info=SimpleNamespace(max_running_requests=1)),
-        config=SimpleNamespace(max_waiting_requests=1),
-    )
+    admission = Admission(running=1, waiting=1, has_shares=False)
+    context: Any = SimpleNamespace(jobs={}, engine=SimpleNamespace(request_ids=[]), admission=admission)
     status = 200
     try:
-        with _registered(context, Job("third", [[65]], [SamplingParams()], GenerateBody(prompt="A"))):
-            pass
+        with admission.places("", 2, "two that are there"):
+            with _registered(context, Job("third", [[65]], [SamplingParams()], GenerateBody(prompt="A"))):
+                pass
     except ApiError as error:
         status = error.status
     expect(

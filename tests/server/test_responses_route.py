@@ -177,7 +177,7 @@ def test_a_name_that_no_tool_can_have_is_found_among_the_tools(client: TestClien
 SCHEMA_FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
 
 
-@pytest.mark.parametrize("fields", [{"regex": "a"}, {"tools": TOOLS}])
+@pytest.mark.parametrize("fields", [{"regex": "a"}, {"choice": ["a"]}])
 def test_what_the_engine_calls_otherwise_is_named_as_the_client_does(
     make_app: Callable[..., FastAPI], fields: Json
 ) -> None:
