@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewRequest, ScheduledBatch
+from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 40
@@ -105,3 +107,37 @@ def test_a_slot_forgets_the_request_before() -> None:
     for _ in range(6):
         drawn, defined = requests.step(logits, [0])
         assert drawn == defined
+
+
+def test_a_token_of_the_prompt_counts_as_repeated_once_however_often_it_is_there() -> None:
+    requests = Requests()
+    requests.place(0, SamplingParams(repetition_penalty=3.0, temperature=0), [3, 3, 4], num_prompt_tokens=3)
+    requests.place(1, SamplingParams(frequency_penalty=2.0, temperature=0), [3, 3, 4], num_prompt_tokens=3)
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 3], logits[:, 4], logits[:, 5] = 2.0, 1.9, 0.5
+    assert requests.step(logits, [0, 1]) == ([3, 3], [3, 3])  # 2 / 3 is above 0.5, but 2 / 9 would not be
+    logits[:, 5] = 1.0
+    assert requests.step(logits[:1], [0]) == ([5], [5])
+
+
+def test_a_row_under_a_grammar_draws_by_the_mask_of_its_step() -> None:
+    requests = Requests()
+    requests.place(0, SamplingParams(regex="a|b"), [1, 2], num_prompt_tokens=2)
+    row, logits = Row(0, 0, 2, True), torch.zeros(1, VOCAB, device=DEVICE)
+    for token in (9, 30):
+        requests.sampler.take(ScheduledBatch(1, [row], [], [], [], {0: (1 << token).to_bytes(VOCAB // 8, "little")}))
+        assert requests.sampler.sample([row], logits).token_ids.tolist() == [token]
+
+
+def test_the_tokens_that_a_step_left_on_the_host_hold_unless_a_row_is_drawn_again() -> None:
+    requests = Requests()
+    requests.place(0, SamplingParams(temperature=0), [1, 2], num_prompt_tokens=2)
+    requests.place(1, SamplingParams(temperature=0, logit_bias={7: 5.0}), [1, 2], num_prompt_tokens=2)
+    plain, biased = Row(0, 0, 2, True), Row(1, 0, 2, True)
+    logits, on_host = torch.zeros(2, VOCAB, device=DEVICE), memoryview(array("q", [0, 0]))
+    drawn = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    sampled = requests.sampler.complete([plain], drawn[:1], logits[:1], on_host)
+    assert sampled.on_host is on_host
+    sampled = requests.sampler.complete([plain, biased], drawn, logits, on_host)
+    assert sampled.on_host is None
+    assert sampled.token_ids.tolist() == [0, 7]

@@ -202,6 +202,11 @@ def test_bfloat16_logits_draw_what_they_say_in_float32() -> None:
     assert torch.equal(sample(logits, params), sample(logits.float(), params))
 
 
+def test_bfloat16_logits_far_below_the_largest_keep_their_order() -> None:
+    logits = torch.tensor([[100, 0, 0.2]]).bfloat16()  # 100 and 99.8 are one number in bfloat16
+    assert set(draws(logits, SamplingParams(temperature=50, top_k=2), 100)) == {0, 2}
+
+
 def test_a_seeded_draw_survives_the_rounding_of_another_batch_or_a_cached_prefix() -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 50_000) * 2

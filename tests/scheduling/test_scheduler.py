@@ -309,6 +309,17 @@ def test_a_failed_step_ends_its_requests_and_leaves_no_unwritten_page_in_the_cac
     simulation.check_outputs()
 
 
+def test_pages_of_an_ended_request_come_back_too_when_the_step_that_contains_it_fails() -> None:
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", [1, 2, 3]))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.abort("a")
+    assert scheduler.fail(batch, "the step failed").others == []
+    assert scheduler.stats().num_used_pages == 0
+    scheduler.check()
+
+
 def test_only_a_launched_step_can_fail() -> None:
     scheduler = Scheduler(config())
     scheduler.add(request("a", [1, 2, 3]))
@@ -770,3 +781,13 @@ def test_clients_with_work_get_as_many_tokens_as_each_other() -> None:
         each = simulation.requests[name]
         tokens[each.client] += len(each.token_ids)
     assert 0.9 < tokens["long"] / tokens["short"] < 1.1
+
+
+def test_a_client_that_got_a_short_answer_is_expected_to_get_short_ones() -> None:
+    simulation = Simulation(config(max_running_requests=1))
+    simulation.add(request("short", distinct(1, 4), max_tokens=1, client="brief"))
+    simulation.run()
+    for i, name in enumerate(["new 1", "new 2", "brief 1", "brief 2"]):
+        simulation.add(request(name, distinct(2 + i, 4), max_tokens=150, client=name.split()[0]))
+    simulation.run()
+    assert list(simulation.finished) == ["short", "new 1", "brief 1", "brief 2", "new 2"]

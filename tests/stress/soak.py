@@ -158,8 +158,10 @@ class Soak:
             problems.append(f"{answered} choices were answered and {left} left, but {complete:g} counted as complete")
         if ended["abort"] > left:
             problems.append(f"{left} choices were left, but {ended['abort']:g} counted as aborted")
-        if ended["error"] > self._client.begun["bad"]:
+        if ended["error"]:
             problems.append(f"{ended['error']:g} requests counted as failed")
+        if ended["refused"] > self._client.begun["bad"]:
+            problems.append(f"{ended['refused']:g} requests counted as refused, more than were bad")
         return problems
 
     async def _metrics(self) -> dict[str, float]:
@@ -237,7 +239,7 @@ class Soak:
         }
 
 
-_REASONS = ("stop", "length", "abort", "error")
+_REASONS = ("stop", "length", "abort", "error", "refused")
 
 
 async def soak(folder: Path, server: Sequence[str], *, seconds: float, round_s: float, concurrency: int) -> Soak:

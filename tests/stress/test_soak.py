@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,10 @@ def stream(*events: Any) -> httpx.Response:
         (traffic.long_prompt, httpx.Response(503, json={})),
         (traffic.long_prompt, httpx.Response(200, json={"usage": {"completion_tokens": 3}})),
         (traffic.choices, httpx.Response(200, json={"choices": [{"index": 0}]})),
-        (traffic.flood, httpx.Response(200, json={"token_ids": [1, 2, 3, 4]})),
+        (traffic.flood, httpx.Response(200, json={"token_ids": [1, 2, 3]})),
+        (traffic.flood, httpx.Response(500, json={"error": {"message": "x"}})),
         (traffic.flood, httpx.Response(429, json={})),
+        (traffic.flood, httpx.Response(429, json={}, headers={"retry-after": "1"})),
         (traffic.structured, httpx.Response(200, json={**CHAT, "usage": {"completion_tokens": 1}})),
         (traffic.slow_reader, stream({"token_ids": [1]}, "[DONE]")),
         (traffic.slow_reader, stream({"token_ids": [1] * 20})),
@@ -76,6 +79,14 @@ def stream(*events: Any) -> httpx.Response:
 def test_a_wrong_answer_is_a_violation(kind: traffic.Kind, answer: httpx.Response) -> None:
     with pytest.raises(traffic.Violation):
         ask_scripted(kind, lambda _: answer)
+
+
+@pytest.mark.parametrize("num_refused", [0, 7])
+def test_a_flood_may_be_answered_whole_or_in_part(num_refused: int) -> None:
+    refused = [httpx.Response(429, json={}, headers={"retry-after": "1"}) for _ in range(num_refused)]
+    served = httpx.Response(200, json={"token_ids": [1, 2, 3, 4]})
+    client = ask_scripted(traffic.flood, lambda _: refused.pop() if refused else served)
+    assert client.ended == Counter({("flood", "200"): 8 - num_refused, ("flood", "429"): num_refused})
 
 
 def test_a_refused_request_is_sent_again_after_the_time_that_it_was_told() -> None:

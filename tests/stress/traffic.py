@@ -353,9 +353,12 @@ async def bad_request(client: Client, chance: random.Random) -> None:
 
 
 async def flood(client: Client, chance: random.Random) -> None:
-    """More requests at once than the server takes: it answers some and refuses the others at once, with a 429."""
+    """More requests at once than the server takes: it answers some and refuses the others at once, with a 429.
+
+    A server that is fast beside its client answers them all.
+    """
     statuses = await asyncio.gather(*(_one_of_flood(client, chance) for _ in range(2 * client.queue)))
-    expect(set(statuses) == {200, 429}, "statuses of a flood", dict(Counter(statuses)))
+    expect(200 in statuses, "a flood of which nothing was answered", dict(Counter(statuses)))
 
 
 async def _one_of_flood(client: Client, chance: random.Random) -> int:
@@ -365,7 +368,8 @@ async def _one_of_flood(client: Client, chance: random.Random) -> int:
     if response.status_code == 429:
         retry_after(response)
     else:
-        expect(len(answer["token_ids"]) == 4, f"status {response.status_code}, not 4 tokens", answer)
+        is_right = response.status_code == 200 and len(answer["token_ids"]) == 4
+        expect(is_right, f"status {response.status_code}, not 4 tokens", answer)
     return response.status_code
 
 

@@ -122,6 +122,7 @@ def test_an_eager_call_is_found_behind_one_of_an_unknown_function() -> None:
 def test_a_call_after_a_broken_one_is_found() -> None:
     broken = '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'
     assert parse(HERMES, f"{broken}\n{HERMES_TIME}") == (broken, [TIME])
+    assert parse(HERMES, f"{broken}\n{HERMES_TIME.removesuffix('</tool_call>')}") == (broken, [TIME])
 
 
 def test_text_is_given_out_as_it_comes() -> None:
