@@ -89,8 +89,7 @@ class Work:
         for feature in cell.features:
             self._fields[feature.name] = feature.fields(self)
         self.params = self._params(_joined(self._fields.values()))
-        salt = _one((feature.salt for feature in cell.features), "")
-        self._salt = "" if cell.way == "LLM" else salt  # which `LLM` takes none of
+        self._salt = _one((feature.salt for feature in cell.features), "")
 
     def answer(self, fields: Fields | None = None) -> Answer:
         """The plain answer to the request as far as it is made, with some fields added."""

@@ -66,6 +66,7 @@ class Company:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        client: str = "",
     ) -> None:
         """In place of the engine's."""
         if not self._began:
@@ -76,7 +77,7 @@ class Company:
                     self._take(self._step())
             if self._script.is_beside_first:
                 self._join_beside()
-        self._add(request_id, prompt_ids, params, cache_salt=cache_salt, priority=priority)
+        self._add(request_id, prompt_ids, params, cache_salt=cache_salt, priority=priority, client=client)
         self.cell_ids.append(request_id)
 
     def step(self) -> tiny.StepOutputs:

@@ -28,9 +28,10 @@ CHAT_TEMPLATE = "{% if tools %}<|python_tag|>{% endif %}" + tiny.CHAT_TEMPLATE
 # Between two things in JSON may stand what the server allows there.
 _WHITE_SPACE = {"whitespace_pattern": r"[ ]|\n[ ]{0,16}", "lenient": True, "coerce_one_of": True}
 _ARGUMENTS = json.dumps({**PARAMETERS, "x-guidance": _WHITE_SPACE})
-GRAMMAR = rf"""
+_CALL = rf"""
 start: "{{\"name\": \"{NAME}\", \"parameters\": " %json {_ARGUMENTS} "}}"
 """
+GRAMMAR = json.dumps([{"lark_grammar": _CALL}])  # as `tool_call_grammar` writes grammars
 
 
 def as_text(arguments: str) -> str:

@@ -35,8 +35,14 @@ def ask_engine(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
 
 
 def ask_llm(llm: LLM, asks: Sequence[Ask]) -> list[Answer]:
-    """By `generate`, which takes neither salt nor priority."""
-    outputs = llm.generate([list(ask.prompt) for ask in asks], [ask.params for ask in asks], progress=False)
+    """By `generate`."""
+    outputs = llm.generate(
+        [list(ask.prompt) for ask in asks],
+        [ask.params for ask in asks],
+        priority=[ask.priority for ask in asks],
+        cache_salt=[ask.salt for ask in asks],
+        progress=False,
+    )
     return [
         Answer(
             output.token_ids,
