@@ -468,9 +468,9 @@ def test_beyond_the_limit_a_request_is_refused_at_once() -> None:
     context: Any = SimpleNamespace(jobs={}, engine=SimpleNamespace(request_ids=[]), admission=admission)
     status = 200
     try:
-        with admission.places("", 2, "two that are there"):
-            with _registered(context, Job("third", [[65]], [SamplingParams()], GenerateBody(prompt="A"))):
-                pass
+        third = Job("third", [[65]], [SamplingParams()], GenerateBody(prompt="A"))
+        with admission.places("", 2, "two that are there"), _registered(context, third):
+            pass
     except ApiError as error:
         status = error.status
     expect(

@@ -149,7 +149,7 @@ def test_a_rank_without_memory_for_its_weights(
 def test_weights_that_do_not_fit_are_said_as_with_one_rank(checkpoints: Checkpoints, start: Start) -> None:
     checkpoint = checkpoints.write("llama")
     (checkpoint.path / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match="model.safetensors is no safetensors file, or its header is damaged"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file, or its header is damaged"):
         start(checkpoint, tp=2)
 
 
