@@ -22,9 +22,11 @@ from mini_sglang.engine import Engine
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.text.conversation import template_messages
+from mini_sglang.text.call_syntax import syntax_of
+from mini_sglang.text.conversation import template_messages, template_tools
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.text.tool_prompt import render_chat
 from mini_sglang.turns import Turns, signals_deferred
 from mini_sglang.weights.hub import find_model
 
@@ -118,8 +120,9 @@ class LLM:
         """Answer a conversation, or each of a list of them, rendered with the model's chat template.
 
         Messages are those of `/v1/chat/completions`: content may be text, a list of text parts or, beside tool calls,
-        None. `template_arguments` go to the template (such as `tools` or `enable_thinking`). The rest is as in
-        `generate`, which raises the same errors.
+        None. `tools` are those of that route too, or Python functions; a model whose template does not know tools is
+        told of them in its system message. Other `template_arguments` go to the template (such as `enable_thinking`).
+        The rest is as in `generate`, which raises the same errors.
         """
         conversations = _as_conversations(messages)
         ids = (self._render(conversation, name, template_arguments) for name, conversation in conversations.items())
@@ -180,7 +183,10 @@ class LLM:
         self.close()
 
     def _render(self, messages: Conversation, name: str, template_arguments: Mapping[str, Any]) -> list[int]:
-        return self.tokenizer.apply_chat_template(template_messages(messages, name), **template_arguments)
+        tools = template_tools(template_arguments.get("tools"), "tools")
+        arguments = {key: value for key, value in template_arguments.items() if key != "tools"}
+        syntax = syntax_of(self.tokenizer.chat_template)
+        return render_chat(self.tokenizer, template_messages(messages, name), tools, syntax, **arguments)
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
         if not isinstance(prompt, str):

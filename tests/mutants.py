@@ -51,6 +51,7 @@ _SCHEDULING = ("tests/scheduling",)
 _SAMPLING = ("tests/execution/test_request_table.py", "tests/execution/test_sampler.py")
 _ON_DEVICE = ("tests/execution/test_device_sampler.py", "tests/execution/test_model_runner.py")
 _ANSWERS = ("tests/server/answers", "tests/server/test_chat_tools.py", "tests/server/test_chat_reasoning.py")
+_PROMPTS = ("tests/text/test_tool_prompt.py", *_ANSWERS)
 # The tests that own each module.
 OWNERS: dict[str, tuple[str, ...]] = {
     **{
@@ -62,9 +63,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "mini_sglang.execution.device_sampler": _ON_DEVICE,
     "mini_sglang.text.detokenizer": ("tests/text/test_detokenizer.py",),
     "mini_sglang.text.output_processor": ("tests/text/test_output_processor.py",),
+    "mini_sglang.text.call_syntax": _PROMPTS,
+    "mini_sglang.text.tool_prompt": _PROMPTS,
     **{
-        f"mini_sglang.server.answers.{name}": _ANSWERS
-        for name in ("deltas", "model_format", "reasoning", "tool_calls", "tool_prompt")
+        f"mini_sglang.server.answers.{name}": _ANSWERS for name in ("deltas", "model_format", "reasoning", "tool_calls")
     },
 }
 LEAST_CAUGHT = 0.95

@@ -12,7 +12,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +23,7 @@ from mini_sglang.grammar.closing import EndingFinder
 from mini_sglang.grammar.digits import DigitLimit, NumberBound
 from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import Json, SamplingParams
+from mini_sglang.text.call_syntax import CallSyntax
 
 if TYPE_CHECKING:  # importing transformers takes a second
     from mini_sglang.text.tokenizer import Tokenizer
@@ -360,18 +360,6 @@ def _refusal(field: str, reason: str) -> FieldError:
 
 
 # -- tool calls -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CallSyntax:
-    """How a model writes calls: begin, then call_begin {"name": …, arguments_key: {…}} call_end for each, then end."""
-
-    call_begin: str = ""
-    call_end: str = ""
-    arguments_key: str = "arguments"
-    separator: str = ""  # between two calls
-    begin: str = ""
-    end: str = ""
 
 
 def tool_call_grammar(

@@ -5,19 +5,18 @@ The bodies of /v1/responses and /v1/messages turn themselves into these; /v1/cha
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import Json
 from mini_sglang.server import fields
 from mini_sglang.server.bodies import Body, HistoryPart, SamplingBody
+from mini_sglang.text.conversation import call_arguments
 
 
 class CalledFunction(HistoryPart):
@@ -27,11 +26,7 @@ class CalledFunction(HistoryPart):
 
     def for_template(self) -> Json:
         """The function as chat templates expect it: with an object as arguments, if the text is one."""
-        arguments: Any = self.arguments or {}
-        if isinstance(arguments, str):
-            with contextlib.suppress(msgspec.DecodeError, RecursionError):
-                arguments = msgspec.json.decode(arguments, type=Json)
-        return {"name": self.name, "arguments": arguments}
+        return {"name": self.name, "arguments": call_arguments(self.arguments)}
 
 
 class MessageCall(HistoryPart):

@@ -24,7 +24,8 @@ from mini_sglang.sampling_params import (
 
 MAX_CHOICES = 128  # of `n`, as OpenAI
 MAX_MESSAGES = 100_000  # and parts of one message
-MAX_TOOLS = 128  # as OpenAI
+MAX_TOOLS = 1024  # coding agents offer those of many MCP servers at once
+MAX_CHAT_TOOLS = 128  # of a chat, as OpenAI
 MAX_TOKEN_IDS = 1_000_000  # of one list; models have smaller contexts and vocabularies
 MAX_LABELS = 16  # of `metadata`, as OpenAI
 MAX_TEMPLATE_BYTES = 1 << 16  # of `chat_template_kwargs`, as JSON

@@ -41,7 +41,7 @@ def test_the_other_limits_are_these() -> None:
     linger = numbers("body, also after decompression", column=2)
     assert linger == [413, intake.LINGER_BYTES, intake.LINGER_S]
     assert numbers("choices of one request") == [fields.MAX_CHOICES, generation.MAX_CHOICES_PER_REQUEST]
-    assert numbers("messages, tools") == [fields.MAX_MESSAGES, fields.MAX_TOOLS]
+    assert numbers("messages, tools") == [fields.MAX_MESSAGES, fields.MAX_TOOLS, fields.MAX_CHAT_TOOLS]
     assert numbers("stop strings, token biases, alternatives per token") == [
         sampling_params.MAX_STOP_STRINGS,
         sampling_params.MAX_LOGIT_BIASES,

@@ -10,9 +10,10 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from mini_sglang.grammar.compiler import CallSyntax, GrammarCompiler, Vocabulary, tool_call_grammar
+from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, tool_call_grammar
 from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.text.call_syntax import CallSyntax
 from mini_sglang.text.tokenizer import Tokenizer
 
 Answers = Callable[..., list[Any]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from mini_sglang.config import ServerConfig
 from mini_sglang.server import fields
+from mini_sglang.server.answers.model_format import ModelFormat
+from mini_sglang.server.anthropic.bodies import MessagesBody
 from mini_sglang.server.responses.bodies import ResponsesBody
+from mini_sglang.text.tokenizer import Tokenizer
 from tests.server.conftest import ScriptedEngine
 
 Json = dict[str, Any]
@@ -324,3 +329,44 @@ def test_an_image_is_refused_in_the_words_of_the_route(client: TestClient) -> No
     ):
         message = client.post(RESPONSES, json={"input": [item]}).json()["error"]["message"]
         assert '{"type": "input_text", "text": "…"} at 0, got type \'input_image\'' in message
+
+
+def tools_of(route: str, count: int) -> list[Json]:
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}}
+    if route == MESSAGES:
+        return [{"name": f"mcp__server__{index}", "input_schema": schema} for index in range(count)]
+    function = [{"name": f"mcp__server__{index}", "parameters": schema} for index in range(count)]
+    if route == RESPONSES:
+        return [{"type": "function", **one} for one in function]
+    return [{"type": "function", "function": one} for one in function]
+
+
+MANY: list[tuple[str, int, Json]] = [
+    (MESSAGES, 1024, {"messages": HI, "max_tokens": 4, "tool_choice": {"type": "none"}}),
+    (RESPONSES, 1024, {"input": "Hi", "tool_choice": "none"}),
+    (CHAT, 128, {"messages": HI, "tool_choice": "none"}),
+    ("/tokenize", 1024, {"messages": HI, "tool_choice": "none"}),
+]
+
+
+@pytest.mark.parametrize(("route", "most", "body"), MANY)
+def test_as_many_tools_may_be_offered_as_the_route_says(client: TestClient, route: str, most: int, body: Json) -> None:
+    assert client.post(route, json={**body, "tools": tools_of(route, most)}).status_code == 200
+    refused = client.post(route, json={**body, "tools": tools_of(route, most + 1)})
+    assert refused.status_code == 400
+    assert f"tools may hold at most {most} entries, got {most + 1}" in refused.text
+
+
+@pytest.mark.parametrize("body", [MessagesBody, ResponsesBody])
+def test_a_model_is_told_of_all_the_tools(builtin_tokenizer: Tokenizer, body: Any) -> None:
+    route, asks = (MESSAGES, MANY[0][2]) if body is MessagesBody else (RESPONSES, MANY[1][2])
+    asked = body.model_validate({**asks, "tool_choice": None, "tools": tools_of(route, 1024)})
+    prompt = ModelFormat.of(builtin_tokenizer, ServerConfig()).render(asked.chat_messages(), asked.template())
+    assert len(re.findall(r"mcp__server__\d+", builtin_tokenizer.decode(prompt))) == 1024
+
+
+def test_one_turn_may_call_as_often_as_there_may_be_tools() -> None:
+    calls = [{"type": "tool_use", "id": f"c{index}", "name": "f", "input": {}} for index in range(1024)]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": calls}]
+    asked = MessagesBody.model_validate({"messages": turns, "max_tokens": 4})
+    assert len(asked.chat_messages()[1].tool_calls or ()) == 1024

@@ -118,6 +118,7 @@ OPENAI: list[tuple[str, str, Any]] = [
     (CHAT, "tools", [{"type": "web_search"}]),
     (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}] * 2),
     (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}] * 129),
+    (CHAT, "tools", [{"type": "function", "function": {"name": f"f{index}"}} for index in range(129)]),
     (CHAT, "tool_choice", "required"),
     (CHAT, "tool_choice", "sometimes"),
     (CHAT, "tool_choice", {"type": "function", "function": {"name": "f"}}),

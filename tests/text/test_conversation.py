@@ -8,7 +8,7 @@ import pytest
 
 from mini_sglang.errors import FieldError
 from mini_sglang.server.chat import Message
-from mini_sglang.text.conversation import template_messages
+from mini_sglang.text.conversation import template_messages, template_tools
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
@@ -101,3 +101,37 @@ def test_arguments_nested_without_end_stay_text() -> None:
     function = {"name": "f", "arguments": deep}
     [message] = template_messages([{"role": "assistant", "tool_calls": [{"function": function}]}], "messages")
     assert message["tool_calls"][0]["function"]["arguments"] == deep
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ({"type": "function"}, "tools must be a list of tools, got an object"),
+        (["add"], "tools[0] must hold"),
+        ([{"name": "add"}], "tools[0] must hold"),
+        ([{"type": "function", "function": {"name": 5}}], "tools[0] must hold"),
+        ([{"type": "web_search"}], "tools must hold a function"),
+        ([{"function": {"name": "f", "description": 5}}], "tools[0].function.description must be a string, got 5"),
+        (
+            [{"function": {"name": "f", "parameters": "a"}}],
+            "tools[0].function.parameters must be a JSON schema",
+        ),
+        ([lambda a: a], "tools[0] cannot be described"),
+    ],
+    ids=str,
+)
+def test_a_bad_tool_is_refused_by_name(tools: Any, problem: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        template_tools(tools, "tools")
+    assert str(caught.value).startswith(problem)
+
+
+@pytest.mark.parametrize("content", ["Hi", None, "", [{"type": "refusal", "refusal": "No."}]])
+def test_a_refusal_stands_in_for_content(content: Any) -> None:
+    message = {"role": "assistant", "content": content, "refusal": "Never."}
+    assert template_messages([message], "messages") == [Message.model_validate(message).for_template()]
+
+
+def test_a_refusal_is_text() -> None:
+    with pytest.raises(FieldError, match=r"messages\[0\].refusal must be a string, got 5"):
+        template_messages([{"role": "assistant", "content": "Hi", "refusal": 5}], "messages")

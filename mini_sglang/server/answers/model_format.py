@@ -7,8 +7,6 @@ answers may consist of. An `AnswerParser` reads one answer. Knows no HTTP and no
 from __future__ import annotations
 
 import json
-import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,12 +34,12 @@ from mini_sglang.server.answers.tool_calls import (
     CallNotation,
     ToolCallParser,
 )
-from mini_sglang.server.answers.tool_prompt import with_plain_tools
 from mini_sglang.server.chat import Message, TemplateBody, Tool
+from mini_sglang.text.call_syntax import syntax_of
 from mini_sglang.text.tokenizer import Tokenizer
+from mini_sglang.text.tool_prompt import render_chat
 
 _TAIL_TOKENS = 16  # of a prompt, among which a template puts the opening marker of reasoning
-_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class ModelFormat:
@@ -51,7 +49,6 @@ class ModelFormat:
         self.tokenizer = tokenizer
         self.notation = notation  # of tool calls
         self.markers = markers  # of reasoning
-        self._knows_tools = re.search(r"\btools\b", tokenizer.chat_template) is not None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> ModelFormat:
@@ -74,20 +71,14 @@ class ModelFormat:
                 "cannot be used: how this model writes calls is not known, or switched off; "
                 "see the server's option --tool-call-parser",
             )
-        plain = [message.for_template() for message in messages]
-        tools = [tool.for_template() for tool in body.offered_tools]
-        arguments = body.template_arguments
-        if not self._knows_tools:
-            plain = with_plain_tools(plain, tools, (self.notation or HERMES).syntax)
-        elif tools:
-            arguments = {**arguments, "tools": tools}  # type: ignore[dict-item]
-        if self.notation is MISTRAL:
-            _shorten_ids(plain)
-        return self.tokenizer.apply_chat_template(
-            plain,
+        return render_chat(
+            self.tokenizer,
+            [message.for_template() for message in messages],
+            [tool.for_template() for tool in body.offered_tools],
+            None if self.notation is None else self.notation.syntax,
             continue_final_message=body.continue_final_message,
             add_generation_prompt=body.adds_generation_prompt,
-            **arguments,
+            **body.template_arguments,
         )
 
     def rules(self, body: TemplateBody, messages: Sequence[Message], prompt_ids: Sequence[int]) -> AnswerRules:
@@ -225,27 +216,9 @@ class AnswerParser:
 
 
 def _notation_of(template: str) -> CallNotation | None:
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    if "<tool_call>" in template:  # some models write no JSON in it
-        return None if "<function=" in template or "<arg_key>" in template else HERMES
-    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
-        return LLAMA3
-    return None if re.search(r"\btools\b", template) else HERMES  # the server tells the model of it
+    syntax = syntax_of(template)
+    return next((notation for notation in (HERMES, LLAMA3, MISTRAL) if notation.syntax == syntax), None)
 
 
 def _markers_of(template: str) -> Markers | None:
     return THINK if THINK.closing in template else MISTRAL_THINK if MISTRAL_THINK.opening in template else None
-
-
-def _shorten_ids(messages: Sequence[Json]) -> None:
-    """Replace ids of calls by ones that Mistral's templates accept: nine letters and digits. Equal ids stay equal."""
-
-    def shorten(call_id: str) -> str:
-        return call_id if _MISTRAL_ID.fullmatch(call_id) else f"{zlib.crc32(call_id.encode()):09x}"
-
-    for message in messages:
-        if "tool_call_id" in message:
-            message["tool_call_id"] = shorten(message["tool_call_id"])
-        for call in message.get("tool_calls", ()):
-            call["id"] = shorten(call["id"])

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mini_sglang.grammar.compiler import CallSyntax
 from mini_sglang.sampling_params import Json
 from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta
+from mini_sglang.text import call_syntax
+from mini_sglang.text.call_syntax import CallSyntax
 from mini_sglang.text.detokenizer import partial_match
 
 HEAD_LIMIT = 256  # characters from a call's opening to its JSON, and from there to arguments that stream
@@ -49,7 +50,7 @@ class CallNotation:
 
 
 HERMES = CallNotation(
-    syntax=CallSyntax(call_begin="<tool_call>\n", call_end="\n</tool_call>", separator="\n"),
+    syntax=call_syntax.HERMES,
     opening="<tool_call>",
     head=re.compile(r"\s*(?=\{)"),
     longest_head="{",
@@ -57,7 +58,7 @@ HERMES = CallNotation(
     markers=("<tool_call>", "</tool_call>"),
 )
 LLAMA3 = CallNotation(
-    syntax=CallSyntax(separator="; ", arguments_key="parameters"),
+    syntax=call_syntax.LLAMA3,
     opening=None,
     head=re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)"),
     longest_head="<|python_tag|>{",
@@ -66,7 +67,7 @@ LLAMA3 = CallNotation(
 )
 # [TOOL_CALLS][{"name": …, "arguments": {…}}, …], or from 2025 on [TOOL_CALLS]name[ARGS]{…} for each call
 MISTRAL = CallNotation(
-    syntax=CallSyntax(begin="[TOOL_CALLS][", separator=", ", end="]"),
+    syntax=call_syntax.MISTRAL,
     opening="[TOOL_CALLS]",
     head=re.compile(r"\s*(?:(?:\[\s*)?|(?P<name>[\w-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)(?=\{)"),
     longest_head="f[CALL_ID]0[ARGS]{",

@@ -123,6 +123,7 @@ class ChatBody(OpenAIBody, chat.ConversationBody, chat.TemplateBody):
     """POST /v1/chat/completions."""
 
     messages: chat.Messages
+    tools: Annotated[chat.Tools, fields.at_most(fields.MAX_CHAT_TOOLS)] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)  # OpenAI's newer word for max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
