@@ -118,7 +118,6 @@ def test_arguments_nested_without_end_stay_text() -> None:
         ),
         ([lambda a: a], "tools[0] cannot be described"),
     ],
-    ids=str,
 )
 def test_a_bad_tool_is_refused_by_name(tools: Any, problem: str) -> None:
     with pytest.raises(FieldError) as caught:
