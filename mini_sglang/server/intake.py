@@ -235,8 +235,10 @@ class Connection(H11Protocol):
                 is_chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD" and not has_length
 
         _settle_length(scope)
-        if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_HEAD_BYTES:
-            await _last_response(ApiError(414, _TOO_LONG), scope)(scope, receive, send)
+        length = len(scope["raw_path"]) + len(scope["query_string"])
+        if length + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:  # all at once
+            too_long = ApiError(414 if length > MAX_HEAD_BYTES else 400, _TOO_LONG)
+            await _last_response(too_long, scope)(scope, receive, send)
         elif self._is_extra and scope["path"] != _HEALTH:
             busy = ApiError(503, "the server has no room for another connection", code="too_many_connections")
             await _last_response(busy, scope)(scope, receive, send)

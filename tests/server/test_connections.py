@@ -222,6 +222,8 @@ def test_targets_that_are_no_path(server: RunningServer) -> None:
         (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
         (b"GET /?" + b"x" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
         (b"GET /" + b"x" * 100_000, b"414"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000 + b"\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 30_000 + b"\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"501"),
     ],
 )
