@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import Json
@@ -29,6 +29,16 @@ class CalledFunction(HistoryPart):
         return {"name": self.name, "arguments": call_arguments(self.arguments)}
 
 
+def _call_of_function(call: Any) -> Any:
+    """The call of a custom tool, which takes a text, as that of a function; other calls as they are."""
+    if not (isinstance(call, dict) and call.get("type") == "custom" and isinstance(call.get("custom"), dict)):
+        return call
+    custom = dict(call["custom"])
+    arguments = {"input": custom.pop("input", "")}
+    rest = {name: value for name, value in call.items() if name not in ("type", "custom")}
+    return {**rest, "function": {**custom, "arguments": arguments}}
+
+
 class MessageCall(HistoryPart):
     """A tool call in an earlier answer."""
 
@@ -40,7 +50,9 @@ class MessageCall(HistoryPart):
     provider_specific_fields: fields.Ignored = None
 
 
-MessageCalls = Annotated[list[MessageCall], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)]
+MessageCalls = Annotated[
+    list[Annotated[MessageCall, BeforeValidator(_call_of_function)]], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS)
+]
 
 
 class Message(HistoryPart):
@@ -163,6 +175,7 @@ class NamedTool(Body):
     function: FunctionName
 
 
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, fields.ONLY_FUNCTION_CHOICES]
 Tools = Annotated[
     list[Tool], fields.FAIL_FAST, fields.at_most(fields.MAX_TOOLS), fields.only_functions("function", None)
 ]
@@ -198,7 +211,7 @@ class TemplateBody(Body):
     continue_final_message: bool = False
     chat_template_kwargs: fields.TemplateArguments | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # None: auto, if there are tools
+    tool_choice: ToolChoice | None = None  # None: auto, if there are tools
     parallel_tool_calls: bool | None = None  # False: one call at most
     reasoning_effort: ReasoningEffort | None = None  # an argument of the template
     verbosity: Verbosity | None = None  # so is this

@@ -99,6 +99,14 @@ def only_functions(*types: str | None) -> BeforeValidator:
     return BeforeValidator(select)
 
 
+def _offered_choice(choice: Any) -> Any:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        message = 'must be "none", "auto", "required" or a choice of type "function"'
+        raise ValueError(f"{message}: this server takes none of type {shorten(kind)}")
+    return choice
+
+
 def _is_foreign(kind: Any, types: Sequence[str | None]) -> bool:
     return isinstance(kind, str) and kind not in types
 
@@ -120,6 +128,7 @@ def without_bookkeeping(content: Any) -> Any:
     return content
 
 
+ONLY_FUNCTION_CHOICES = BeforeValidator(_offered_choice)  # of `tool_choice`, in OpenAI's form
 Off = Annotated[None, must_be_off()]
 OffIfFalse = Annotated[None, must_be_off(False)]
 OffIfEmpty = Annotated[None, must_be_off([])]

@@ -12,16 +12,21 @@ Does not look at bodies, and knows no route but /health, which always gets throu
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
+import socket
+import sys
 from typing import Any
 
 import h11
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER, HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mini_sglang.config import ServerConfig
 from mini_sglang.server.errors import ApiError, error_response
+from mini_sglang.server.request_log import request_id_of
 
 MAX_HEAD_BYTES = 1 << 16
 MIN_BODY_BYTES_PER_S = 1000  # a body that comes at this rate has all the time that it needs
@@ -31,8 +36,10 @@ LINGER_S = 10.0  # for which the rest of a request is dropped after its answer
 LINGER_BYTES = 1 << 28
 HALF_CLOSED_S = 2.0  # before a client that has ended its side is asked whether it still listens
 PROBE_S = 0.5  # between asking and asking again
+UNASKED_S = 30.0  # for which a plain answer is computed for a client that cannot be asked
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client passes over it
 _HEALTH = "/health"
+_ORIGIN = re.compile(r"^https?://[^/]*", re.IGNORECASE)  # before the path, as a client writes it to a proxy
 REQUESTS_PER_TURN = 4  # to begin a request takes about a millisecond
 
 
@@ -144,20 +151,27 @@ class Connection(H11Protocol):
             self._refuse(408, f"the request's {part} did not arrive in time")
 
     def send_400_response(self, msg: str) -> None:
-        if len(self.conn.trailing_data[0]) > MAX_HEAD_BYTES:
-            msg = f"Request line and headers may take at most {MAX_HEAD_BYTES} bytes."
-        self._refuse(400, msg)
+        """Answer what h11 has just refused."""
+        refused = sys.exc_info()[1]
+        if len(unread := self.conn.trailing_data[0]) > MAX_HEAD_BYTES:
+            self._refuse(400 if b"\n" in unread else 414, _TOO_LONG)
+        elif isinstance(refused, h11.RemoteProtocolError) and refused.error_status_hint == 501:
+            self._refuse(501, str(refused))
+        else:
+            self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer in place of the app, and close."""
+        begun: Scope = {"headers": []}
         if self.cycle is not None and not self.cycle.response_complete:
+            begun = self.scope  # type: ignore[assignment]
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # an answer has begun
             return
-        response = error_response(ApiError(status, message))
-        headers = [*response.raw_headers, (b"connection", b"close")]
+        response = _last_response(ApiError(status, message), begun)
+        headers = [*self.server_state.default_headers, *response.raw_headers]
         for event in (
             h11.Response(status_code=status, headers=headers),
             h11.Data(bytes(response.body)),
@@ -171,23 +185,31 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Go on with a whole request: the client may only have said that it is the last. But it may be gone, too.
 
-        HTTP/1.0 has no interim answer to find out with, and behind it is most often a proxy, which has gone. TLS ends
-        both sides at once.
+        HTTP/1.0 has no interim answer to find out with, and behind it is most often a proxy, which has gone: a stream's
+        parts will tell, and what takes long before it answers is given up. TLS ends both sides at once.
         """
-        can_ask = self.scheme == "http" and self._is_at_work and self.scope["http_version"] == "1.1"
-        asked = can_ask and not self.cycle.response_started
-        if asked and not self.transport.is_closing():
-            self._is_half_closed = True
-            self.loop.call_later(HALF_CLOSED_S, self._probe)
-            return True
-        return False
+        if self.scheme != "http" or not self._is_at_work or self.transport.is_closing():
+            return False
+        self._is_half_closed = True
+        self.loop.call_later(HALF_CLOSED_S, self._probe)
+        if self.scope["http_version"] == "1.0":
+            self.loop.call_later(UNASKED_S, self._give_up)
+        return True
 
     def _probe(self) -> None:
-        """Send what a client passes over; the system of one that is gone answers with a reset."""
-        if not self.transport.is_closing():
-            if not self.cycle.response_started:
-                self.transport.write(_PROBE)
-            self.loop.call_later(PROBE_S, self._probe)
+        """Send what a client passes over, unless an answer comes; the system of one that is gone sends a reset."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()  # the reset has come, and nothing reads any more to see it
+            return
+        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            self.transport.write(_PROBE)
+        self.loop.call_later(PROBE_S, self._probe)
+
+    def _give_up(self) -> None:
+        if not self.cycle.response_started:
+            self.transport.close()
 
     # What is answered
 
@@ -212,13 +234,38 @@ class Connection(H11Protocol):
                 has_length = any(name == b"content-length" for name, _ in message["headers"])
                 is_chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD" and not has_length
 
-        if self._is_extra and scope["path"] != _HEALTH:
+        _settle_length(scope)
+        length = len(scope["raw_path"]) + len(scope["query_string"])
+        if length + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:  # all at once
+            too_long = ApiError(414 if length > MAX_HEAD_BYTES else 400, _TOO_LONG)
+            await _last_response(too_long, scope)(scope, receive, send)
+        elif self._is_extra and scope["path"] != _HEALTH:
             busy = ApiError(503, "the server has no room for another connection", code="too_many_connections")
-            response = error_response(busy)
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
+            await _last_response(busy, scope)(scope, receive, send)
         else:
             await self._inner(scope, receive, send_quickly)
+
+
+_TOO_LONG = f"Request line and headers may take at most {MAX_HEAD_BYTES} bytes."
+
+
+def _last_response(error: ApiError, scope: Scope) -> Response:
+    """The answer to a request that the app does not see. The connection closes behind it."""
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    response.headers["x-request-id"] = request_id_of(scope)
+    return response
+
+
+def _settle_length(scope: Scope) -> None:
+    """Where a body has two lengths, drop the one that does not count, and close behind the answer.
+
+    A proxy may have counted by the other one, and what follows would then be another client's.
+    """
+    names = {name for name, _ in scope["headers"]}
+    if {b"transfer-encoding", b"content-length"} <= names:
+        kept = [header for header in scope["headers"] if header[0] != b"content-length"]
+        scope["headers"][:] = [*kept, CLOSE_HEADER]
 
 
 class _LingeringTransport:
@@ -277,7 +324,8 @@ class PacingMiddleware:
 
 
 class PlainRequests:
-    """ASGI middleware: HEAD is GET without the answer's body, and a slash at the end of a path makes no difference.
+    """ASGI middleware: HEAD is GET without the answer's body; neither a slash at the end of a path makes a difference
+    nor a whole address in its place. OPTIONS for the whole server and CONNECT, which have no path, are answered here.
 
     A redirect to the path without it would lead to whatever address the client's Host header names.
     """
@@ -289,9 +337,15 @@ class PlainRequests:
         async def send_head(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        if is_head:
-            scope = {**scope, "method": "GET"}
-        if scope["type"] == "http" and scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        await self._app(scope, receive, send_head if is_head else send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], _ORIGIN.sub("", scope["path"], count=1) or "/"
+        if method == "CONNECT":
+            await error_response(ApiError(501, "this server is no proxy"))(scope, receive, send)
+        elif (method, path) == ("OPTIONS", "*"):
+            await Response(status_code=204, headers={"allow": "GET, HEAD, POST, OPTIONS"})(scope, receive, send)
+        else:
+            is_head = method == "HEAD"
+            scope = {**scope, "method": "GET" if is_head else method, "path": path.rstrip("/") or "/"}
+            await self._app(scope, receive, send_head if is_head else send)

@@ -149,12 +149,13 @@ def _with_finite_bounds(value: Any) -> Any:
 
 
 def _is_compressed(request: Request) -> bool:
-    """Whether the body is gzip. Raises ApiError 415 for another coding."""
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("identity", "gzip", "x-gzip"):
-        message = f"content-encoding must be gzip or identity, got {shorten(coding)}"
+    """Whether the body is gzip. Raises ApiError 415 for another coding, or for more than one."""
+    given = ",".join(request.headers.getlist("content-encoding"))
+    codings = [coding for item in given.split(",") if (coding := item.strip().lower()) not in ("", "identity")]
+    if codings not in ([], ["gzip"], ["x-gzip"]):
+        message = f"content-encoding must be gzip or identity, got {shorten(given)}"
         raise ApiError(415, message, param="content-encoding", headers={"accept-encoding": "gzip, identity"})
-    return coding != "identity"
+    return bool(codings)
 
 
 def _decompress(data: bytes, max_bytes: int) -> bytes:

@@ -31,6 +31,12 @@ def current_request_id() -> str:
     return _current_id.get()
 
 
+def request_id_of(scope: Scope) -> str:
+    """The id that the client gave this request, or a new one."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex
+
+
 class RequestIdFilter(logging.Filter):
     """Gives each record, for LOG_FORMAT, the id of the request it was logged for."""
 
@@ -54,8 +60,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = request_id_of(scope)
         _current_id.set(request_id)
         status = 500  # what an exception becomes
         start = time.perf_counter()

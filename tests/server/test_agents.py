@@ -370,3 +370,56 @@ def test_one_turn_may_call_as_often_as_there_may_be_tools() -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": calls}]
     asked = MessagesBody.model_validate({"messages": turns, "max_tokens": 4})
     assert len(asked.chat_messages()[1].tool_calls or ()) == 1024
+
+
+def test_the_output_of_a_local_shell_may_name_its_call_by_id() -> None:
+    output = {"type": "local_shell_call_output", "id": "c1", "output": "a.txt"}
+    items = [output, {**output, "call_id": "c2"}]
+    messages = ResponsesBody.model_validate({"input": items}).chat_messages()
+    assert [message.tool_call_id for message in messages] == ["c1", "c2"]
+
+
+def test_a_call_of_a_custom_tool_is_one_of_a_function_in_every_form_of_a_chat(
+    client: TestClient, engine: ScriptedEngine
+) -> None:
+    custom = {"name": "apply_patch", "input": "*** Begin"}
+    call = {"id": "c1", "type": "custom", "custom": custom}
+    answers: list[Json] = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Done."},
+    ]
+    items = [
+        {"type": "custom_tool_call", "call_id": "c1", **custom},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."},
+    ]
+    assert client.post(CHAT, json={"messages": [*HI, *answers]}).status_code == 200
+    assert client.post(RESPONSES, json={"input": [*HI, *items]}).status_code == 200
+    chat, responses = [call.prompt_ids for call in engine.calls]
+    assert chat == responses
+    assert '"arguments": {"input": "*** Begin"}' in engine.tokenizer.decode(chat)
+    for wrong in ({"input": "x"}, "x", None):
+        broken = {**call, "custom": wrong}
+        response = client.post(CHAT, json={"messages": [*HI, {**answers[0], "tool_calls": [broken]}]})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("route", [CHAT, RESPONSES])
+@pytest.mark.parametrize("kind", ["allowed_tools", "custom", "web_search"])
+def test_a_choice_of_what_is_no_function_is_refused_by_its_name(client: TestClient, route: str, kind: str) -> None:
+    tool = {"type": "function", **({"name": "f"} if route == RESPONSES else {"function": {"name": "f"}})}
+    asked = {"input": "Hi"} if route == RESPONSES else {"messages": HI}
+    choice = {"type": kind, kind: {"mode": "auto", "tools": [tool]}, "mode": "auto", "tools": [tool], "name": "f"}
+    error = client.post(route, json={**asked, "tools": [tool], "tool_choice": choice}).json()["error"]
+    assert error["param"] == "tool_choice"
+    assert error["message"] == (
+        'tool_choice must be "none", "auto", "required" or a choice of type "function": '
+        f"this server takes none of type '{kind}'"
+    )
+
+
+def test_no_alternatives_may_be_asked_for_without_log_probabilities(client: TestClient) -> None:
+    for logprobs in ({}, {"logprobs": False}, {"logprobs": None}):
+        for count, status in ((0, 200), (1, 400)):
+            response = client.post(CHAT, json={"messages": HI, **logprobs, "top_logprobs": count})
+            assert response.status_code == status, response.text

@@ -147,6 +147,95 @@ def test_a_client_that_ends_its_side_and_waits_long(server: RunningServer) -> No
         assert interim == b"HTTP/1.1 100 Continue\r\n\r\n" * interim.count(b"100")
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_side_gets_the_whole_answer(server: RunningServer, version: str, stream: bool) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"".join(request({**LONG, "max_tokens": 60, "stream": stream}, version=version)))
+        begun = connection.recv(20) if stream else b""
+        connection.shutdown(socket.SHUT_WR)
+        answer = begun + rest(connection)
+    assert b"HTTP/1.1 200 " in answer
+    if stream:
+        assert answer.endswith(b"data: [DONE]\n\n" if version == "1.0" else b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert answer.count(b"data: ") > 30
+    else:
+        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_ends_its_side_behind_a_question_without_a_body(server: RunningServer, version: str) -> None:
+    with connected(server) as connection:
+        connection.sendall(f"GET /health HTTP/{version}\r\nhost: x\r\n\r\n".encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert rest(connection).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_stream_whose_reader_ends_its_side_and_leaves_later_is_ended(server: RunningServer, version: str) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"".join(request({**LONG, "stream": True}, version=version)))
+        connection.recv(20)
+        connection.shutdown(socket.SHUT_WR)
+        for _ in range(3):
+            assert connection.recv(65536)
+        assert running(server) == 1
+    until(lambda: running(server) == 0, limit_s=2)
+
+
+def test_a_body_of_two_lengths_is_the_last_on_its_connection(server: RunningServer, text: str) -> None:
+    """A proxy that counts by the other length would hand the rest of this connection to somebody else."""
+    for length in (b"5", b"99999999"):
+        head, body = request(headers=b"content-length: " + length + b"\r\n", chunked=True)
+        answer = exchange(server, head + body + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b"connection: close\r\n" in answer.lower()
+        assert json.dumps(text).encode()[1:-1] in answer
+
+
+def test_a_target_with_the_whole_address(server: RunningServer, text: str) -> None:
+    close = b"connection: close\r\n"
+    for origin in ("http://x", "HTTP://y.example:8000", "https://x"):
+        assert text_of(exchange(server, *request(headers=close, path=f"{origin}/v1/completions"))) == text
+    for target in ("http://x/health?a=http://y", "http://x", "http://x/"):
+        answer = exchange(server, f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 200 ")
+    answer = exchange(server, b"GET http://x/nowhere HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"has no route '/nowhere'" in answer
+
+
+def test_targets_that_are_no_path(server: RunningServer) -> None:
+    rest_of_it = b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    about_all = exchange(server, b"OPTIONS *" + rest_of_it)
+    assert about_all.startswith(b"HTTP/1.1 204 ")
+    assert b"allow: GET, HEAD, POST, OPTIONS\r\n" in about_all
+    assert exchange(server, b"GET *" + rest_of_it).startswith(b"HTTP/1.1 404 ")
+    assert exchange(server, b"CONNECT elsewhere:443" + rest_of_it).startswith(b"HTTP/1.1 501 ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"NONSENSE\r\n\r\n", b"400"),
+        (b"".join(request(headers=b"x-request-id: mine\r\n"))[:-4], b"408"),
+        (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
+        (b"GET /?" + b"x" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
+        (b"GET /" + b"x" * 100_000, b"414"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000 + b"\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 30_000 + b"\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"501"),
+    ],
+)
+def test_what_is_refused_before_a_route_is_looked_for(server: RunningServer, sent: bytes, status: bytes) -> None:
+    head, _, body = exchange(server, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status), head
+    names = [line.partition(b":")[0].lower() for line in head.splitlines()[1:]]
+    assert names.count(b"date") == names.count(b"x-request-id") == names.count(b"connection") == 1
+    assert (b"x-request-id: mine" in head) == (b"mine" in sent)
+    assert json.loads(body)["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("part", "status"),
     [
@@ -215,13 +304,25 @@ def test_a_compressed_body(server: RunningServer, text: str) -> None:
     data = json.dumps(PROMPT).encode()
     close = b"connection: close\r\n"
     packed = gzip.compress(data)
-    assert text_of(exchange(server, *request(packed, close + b"content-encoding: gzip\r\n"))) == text
+    for lines in (
+        b"gzip",
+        b"x-gzip",
+        b"gzip, identity",
+        b"identity,GZIP",
+        b", gzip",
+        b"gzip\r\ncontent-encoding: identity",
+    ):
+        assert text_of(exchange(server, *request(packed, close + b"content-encoding: " + lines + b"\r\n"))) == text
+    for lines in (b"", b"identity", b"identity, ", b"\r\ncontent-encoding: "):
+        assert text_of(exchange(server, *request(data, close + b"content-encoding: " + lines + b"\r\n"))) == text
     cases = [
         (gzip.compress(data[:9]) + gzip.compress(data[9:]), b"gzip", b"400"),  # thousands of parts would take long
         (gzip.compress(b" " * (1 << 22)), b"gzip", b"413"),
         (packed[:-3], b"gzip", b"400"),
         (data, b"gzip", b"400"),
         (data, b"br", b"415"),
+        (gzip.compress(packed), b"gzip, gzip", b"415"),
+        (packed, b"gzip\r\ncontent-encoding: br", b"415"),
     ]
     for body, coding, status in cases:
         answer = exchange(server, *request(body, close + b"content-encoding: " + coding + b"\r\n"))

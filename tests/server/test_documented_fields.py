@@ -40,6 +40,7 @@ EPHEMERAL = {"type": "ephemeral"}
 GET_TIME = {"type": "function", "function": FUNCTION}
 STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}
+CUSTOM = {**CALLED, "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}]}
 REASONING = {"role": "assistant", "content": "No.", "reasoning": "Hm."}
 TEMPLATE = (  # shows all that a template can be given
     "{{ tools }}{{ enable_thinking }}{{ reasoning_effort }}{{ verbosity }}{% for message in messages %}<|im_start|>"
@@ -119,6 +120,11 @@ EXAMPLES: dict[str, dict[str, Json]] = {
         "function.strict": {"tools": [STRICT], "with": {"tools": [GET_TIME]}},
         "tool": {"messages": [*HI, CALLED, {"role": "tool", "tool_call_id": "c", "content": "09:30"}]},
         "assistant": {"messages": [*HI, CALLED]},
+        "messages[].tool_calls[].type: custom": {"messages": [*HI, CUSTOM], "with": {"messages": [*HI, CALLED]}},
+        "tool_choice: allowed_tools": {
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [GET_TIME]}},
+            "with": {"tools": [GET_TIME]},
+        },
     },
     "Reasoning": {
         "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
@@ -249,12 +255,27 @@ EXAMPLES: dict[str, dict[str, Json]] = {
             "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [RESPONSE_TOOL]},
             "with": {"tools": [RESPONSE_TOOL]},
         },
+        "tool_choice: custom": {"tool_choice": {"type": "custom", "name": "f"}, "with": {"tools": [RESPONSE_TOOL]}},
+        "tools[].defer_loading": {
+            "tools": [{**RESPONSE_TOOL, "defer_loading": True}],
+            "with": {"tools": [RESPONSE_TOOL]},
+        },
         "text.verbosity": {"text": {"verbosity": "low"}},
         "reasoning.summary": {"reasoning": {"summary": "detailed"}},
         "reasoning.generate_summary": {"reasoning": {"generate_summary": "auto"}},
         "reasoning.context": {"reasoning": {"context": "all_turns"}},
         "reasoning.mode: pro": {"reasoning": {"mode": "pro"}},
-        'include: ["reasoning.encrypted_content"]': {"include": ["reasoning.encrypted_content"]},
+        **{
+            f'include: ["{name}"]': {"include": [name]}
+            for name in (
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+            )
+        },
         "client_metadata": {"client_metadata": {"x": "y"}},
         "service_tier": {"service_tier": "priority"},
         "prompt_cache_options": {"prompt_cache_options": {"ttl": "30m"}},

@@ -6,8 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 import httpx
+import pytest
+import uvicorn
 from fastapi import FastAPI
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
+from mini_sglang.config import ServerConfig
+from mini_sglang.server import intake
 from mini_sglang.server.intake import RequestPacer
 from tests.server.conftest import ScriptedEngine
 
@@ -44,6 +50,39 @@ def test_a_caller_that_leaves_the_queue_takes_no_place() -> None:
             await pacer.wait()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_client_that_cannot_be_asked_gets_what_comes_in_time(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    """HTTP/1.0 has no interim answer: what has not begun when the time is over is given up."""
+    monkeypatch.setattr(intake, "UNASKED_S", 0.3)
+    ended: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()  # the request
+        if answers:
+            await asyncio.sleep(0.1)
+            await PlainTextResponse("late")(scope, receive, send)
+        ended.append((await receive())["type"])
+
+    async def scenario() -> None:
+        config, state = uvicorn.Config(app, lifespan="off"), uvicorn.server.ServerState()
+        uvicorns = {"config": config, "server_state": state, "app_state": {}}
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: intake.Connection(limits=ServerConfig(), most=9, **uvicorns), "127.0.0.1", 0
+        )
+        async with server, asyncio.timeout(10):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.0\r\n\r\n")
+            writer.write_eof()
+            assert (await reader.read()).endswith(b"late") == answers
+            while not ended:
+                await asyncio.sleep(0.01)
+            writer.close()
+
+    asyncio.run(scenario())
+    assert ended == ["http.disconnect"]
 
 
 def test_the_event_loop_goes_on_while_many_requests_begin(

@@ -153,7 +153,7 @@ def test_a_failure_in_a_stream_is_told(openai_client: openai.OpenAI, engine: Scr
         {"truncation": "auto"},
         {"max_tokens": 3},
         {"max_output_tokens": 0},
-        {"include": ["file_search_call.results"]},
+        {"include": ["file_search_call.everything"]},
         {"input": []},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": [{"type": "item_reference", "id": "x"}]},

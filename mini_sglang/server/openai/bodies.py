@@ -140,7 +140,7 @@ class ChatBody(OpenAIBody, chat.ConversationBody, chat.TemplateBody):
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "is only allowed with logprobs")
         return self
 

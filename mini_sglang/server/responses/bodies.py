@@ -31,7 +31,16 @@ def _not_deep(value: Any) -> Any:
 
 RepeatedObject = Annotated[Json, BeforeValidator(_not_deep)]
 
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # no answer has the latter
+Includable = Literal[
+    "message.output_text.logprobs",
+    # No answer has the others.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+]
 
 
 class FunctionTool(Body):
@@ -42,9 +51,11 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: Annotated[chat.ParameterSchema, BeforeValidator(_not_deep)] | None = None
     strict: bool | None = None
+    defer_loading: fields.Ignored = None  # the model knows all tools from the start
 
     def for_chat(self) -> chat.Tool:
-        return chat.Tool(type="function", function=chat.Function(**self.model_dump(exclude={"type"})))
+        function = self.model_dump(exclude={"type", "defer_loading"})
+        return chat.Tool(type="function", function=chat.Function(**function))
 
 
 class NamedFunction(Body):
@@ -113,7 +124,9 @@ class ResponsesBody(chat.ConversationBody):
         ]
         | None
     ) = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction, fields.ONLY_FUNCTION_CHOICES] | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None

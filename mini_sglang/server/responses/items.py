@@ -67,6 +67,8 @@ def _as_function(item: Any) -> Any:
         name = item.get("name") or kind.removesuffix("_call")
         return {**common, "type": "function_call", "name": name, "arguments": arguments}
     if kind in _RESULTS:
+        if kind == "local_shell_call_output" and isinstance(item.get("id"), str):
+            common = {"call_id": item["id"], **common}  # its only name of the call in OpenAI's description
         result = item.get(_RESULTS[kind])
         is_text = isinstance(result, str) or kind == "custom_tool_call_output"
         return {**common, "type": "function_call_output", "output": result if is_text else json.dumps(result)}
