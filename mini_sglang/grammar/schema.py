@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import combinations
@@ -20,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mini_sglang.errors import shorten
 from mini_sglang.grammar.number_bounds import bounds_of
+from mini_sglang.grammar.patterns import fault_of
 from mini_sglang.sampling_params import Json
 
 Schema = Json | bool
@@ -171,21 +171,18 @@ class _Preparation:
             prepared.setdefault("allOf", []).append({"pattern": patterns[1]})
 
     def _takes_pattern(self, pattern: Any, path: str, keyword: str) -> bool:
-        """Whether a grammar holds it. Raises SchemaError if it is no regular expression at all."""
+        """Whether a grammar holds it. Raises SchemaError if it is a regular expression in no dialect."""
         if not isinstance(pattern, str):
             raise SchemaError(path, f"{keyword} must be a regular expression, got {shorten(pattern)}")
         problem = _problem_of({"type": "string", "pattern": pattern})
-        if not problem:
-            return True
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise SchemaError(path, f"{keyword} {shorten(pattern)} is no regular expression: {error}") from None
+        # llguidance lets a backslash escape what it puts behind the pattern
+        if (problem or pattern.endswith("\\")) and (fault := fault_of(pattern)):
+            raise SchemaError(path, f"{keyword} {shorten(pattern)} is no regular expression: {fault}")
         if "nsatisfiable" in problem:
             raise SchemaError(path, f"{keyword} {shorten(pattern)} matches no text")
-        why = "has look-around, a back-reference or something else that cannot be held to by a grammar"
-        self._leave_out(path, f"{keyword} {shorten(pattern)}", why)
-        return False
+        if problem:
+            self._leave_out(path, f"{keyword} {shorten(pattern)}", _pattern_in_words(problem))
+        return not problem
 
     # -- arrays and objects -------------------------------------------------------------------------------------------
 
@@ -568,6 +565,16 @@ def _in_words(problem: str, node: Json) -> str:
     if any(word in problem for word in ("too large", "too complex", "limit", "fuel", "too many")):
         return f"{_keywords(node)} make too large a grammar"
     return f"no grammar can be made of {_keywords(node)} together"
+
+
+def _pattern_in_words(problem: str) -> str:
+    """What of a regular expression no grammar holds, by what llguidance says of it."""
+    if "look-around" in problem or "lookaround" in problem:
+        return "has look-around, which cannot be held to by a grammar"
+    if "backreference" in problem or "\\k" in problem:
+        return "has a back-reference, which cannot be held to by a grammar"
+    _, found, reason = problem.partition("error: ")
+    return "cannot be held to by a grammar" + (f" ({' '.join(reason.split())})" if found else "")
 
 
 def _keywords(node: Json) -> str:

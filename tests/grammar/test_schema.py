@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,32 @@ UNHELD: list[tuple[Any, str]] = [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ({"type": "string", "pattern": "^(?!x)[a-z]+$"}, "pattern"),
     ({"type": "string", "pattern": r"(a)\1"}, "pattern"),
+    *(
+        ({"type": "string", "pattern": pattern}, "pattern '.*' .*a grammar")
+        for pattern in (
+            *(
+                r"^(?!\s)\p{L}+$",
+                r"^(?=.*\p{Lu}).{8,}$",
+                r"(?<y>\d{4})(?=-)",
+                r"(?<=a+)b",
+                r"^(?!a)\z",
+                r"(?<q>a)\k<q>",
+            ),
+            *(
+                r"\cA",
+                r"^\h+$",
+                r"^\R$",
+                r"[\b]",
+                "[]",
+                "[^]",
+                "(?>a)b",
+                "a{,3}",
+                r"\Q(\E",
+                r"^(?!a)[[:alpha:]&&[^b]]$",
+            ),
+        )
+    ),
+    ({"type": "object", "patternProperties": {r"^(?!_)\p{L}": {}}}, "patternProperties '.*' has look-around"),
     ({"type": "string", "format": "uri-reference"}, "format"),
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}, "pattern"),
 ]
@@ -285,6 +312,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "https://example.com/x.json"}, "example.com/x.json' is not to a part of the schema"),
     ({"$ref": "#/$defs/missing"}, "leads to no schema"),
     ({"type": "string", "pattern": "("}, r"pattern '\(' is no regular expression"),
+    *(
+        ({"type": "string", "pattern": pattern}, "is no regular expression")
+        for pattern in ("a)", "(?!a", "(?<n>a", "a\\", "(?=a)\\", "[a", "[z-a]", "a{3,1}", "*a", "a|+", "(?!a)(+b)")
+    ),
     ({"type": "string", "pattern": 5}, "pattern must be a regular expression"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "maxLength, minLength, type together allow no value"),
     ({"type": "string", "minLength": -1}, "minLength must be an integer"),
@@ -313,6 +344,13 @@ def test_what_cannot_be_meant_is_refused_in_words(schema: Any, message: str, str
     for _ in range(2):
         with pytest.raises(SchemaError, match=message):
             followable(schema, strict=strict, blame=True)
+
+
+def test_a_pattern_of_another_dialect_is_no_reason_for_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for pattern in ("[a-z&&[^b]]", "(?!x)[a-z&&[^b]]", "(?!x)[[a]--b||c]"):
+            assert followable({"type": "string", "pattern": pattern}, strict=False)["type"] == "string"
 
 
 def test_a_schema_of_any_depth_is_answered() -> None:
