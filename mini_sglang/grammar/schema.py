@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from llguidance import LLMatcher, LLTokenizer
 
 from mini_sglang.errors import shorten
+from mini_sglang.grammar import recursion
 from mini_sglang.grammar.number_bounds import bounds_of
 from mini_sglang.grammar.patterns import fault_of
 from mini_sglang.sampling_params import Json
@@ -89,7 +90,10 @@ class _Preparation:
             name, schema, path = self._pending.pop()
             definitions[name] = self._schema(schema, path, 0)
         whole: Json = {**_as_object(prepared), "$defs": definitions} if definitions else _as_object(prepared)
-        self._refuse_loops(whole)
+        if definitions:
+            self._refuse_loops(definitions)
+            self._leave_out_endless(whole)
+            self._disentangle(whole)
         return whole
 
     def _schema(self, schema: Schema, path: str, depth: int) -> Schema:
@@ -364,16 +368,39 @@ class _Preparation:
                         self._ids.setdefault(prefix + node[keyword].rstrip("#"), where)
         return self._ids
 
-    def _refuse_loops(self, whole: Json) -> None:
+    def _refuse_loops(self, definitions: Mapping[str, Schema]) -> None:
         """Refuse a schema that refers to itself with no property or item in between."""
-        definitions = whole.get("$defs", {})
-        paths = {name: reference for reference, name in self._names.items()}
-        edges = {name: set(_references_at_once(schema)) for name, schema in definitions.items()}
-        while free := [name for name, targets in edges.items() if not targets & edges.keys()]:
-            for name in free:
-                del edges[name]
-        if edges:
-            raise SchemaError("", f"$ref {shorten(paths[min(edges)])} refers to itself, with nothing in between")
+        if loops := recursion.immediate_loops(definitions):
+            raise SchemaError("", f"$ref {self._reference(loops)} refers to itself, with nothing in between")
+
+    def _leave_out_endless(self, whole: Json) -> None:
+        """Refuse a schema that only values without end fit, and leave out where it may lead into one."""
+        definitions: dict[str, Schema] = whole["$defs"]
+        dead = recursion.endless(definitions)
+        if not recursion.has_an_end(whole, definitions, dead):
+            problem = f"$ref {self._reference(dead)} needs a value of itself in each value: none that ends fits"
+            raise SchemaError("", problem)
+        if dead:
+            for name in dead:
+                del definitions[name]
+            for schema in (whole, *definitions.values(), *(node for _, node in self._nodes)):
+                recursion.leave_out(schema, dead)
+            gone = {f"#/$defs/{name}" for name in dead}
+            self._nodes = [(path, node) for path, node in self._nodes if node.get("$ref") not in gone]
+
+    def _disentangle(self, whole: Json) -> None:
+        """Keep nothing but the reference where one leads back to where it is, with more beside it than it says."""
+        while entangled := recursion.entangled(whole["$defs"]):
+            if not _problem_of(whole):
+                return
+            for node in {id(node): node for node in entangled}.values():
+                path = next((path for path, known in self._nodes if known is node), "")
+                others = recursion.keep_reference(node)
+                self._leave_out(path, f"{others} beside a $ref that leads back to where it is")
+
+    def _reference(self, names: set[str]) -> str:
+        """The first of these definitions, as the schema refers to it."""
+        return shorten(next(reference for reference, name in self._names.items() if name in names))
 
     def blame(self, definitions: Mapping[str, Schema]) -> None:
         """Raise SchemaError for the innermost part of which no grammar can be made."""
@@ -607,13 +634,3 @@ def _walk(root: Any) -> Iterator[tuple[str, Json]]:
             stack += [(f"{where}/{key.replace('~', '~0').replace('/', '~1')}", value) for key, value in node.items()]
         elif isinstance(node, list):
             stack += [(f"{where}/{index}", value) for index, value in enumerate(node)]
-
-
-def _references_at_once(schema: Schema) -> Iterator[str]:
-    """The definitions that the same value must fit, or may have to."""
-    if isinstance(schema, dict):
-        if "$ref" in schema:
-            yield schema["$ref"].rpartition("/")[2]
-        for keyword in ("allOf", "anyOf"):
-            for part in schema.get(keyword, ()):
-                yield from _references_at_once(part)

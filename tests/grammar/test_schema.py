@@ -104,7 +104,54 @@ PETS = {
         for kind in ("Cat", "Dog")
     },
 }
+
+
+def refers_to_itself(**beside: Any) -> Json:
+    return {
+        "type": "object",
+        "properties": {"c": {"$ref": "#", **beside}, "n": {"type": "null"}},
+        "additionalProperties": False,
+    }
+
+
 FOLLOWED: dict[str, Any] = {
+    "a type beside a reference to itself": {
+        "$defs": {"N": {**refers_to_itself(), "properties": {"c": {"type": "object", "$ref": "#/$defs/N"}}}},
+        "$ref": "#/$defs/N",
+    },
+    "types beside a reference to itself": refers_to_itself(type=["object", "null"], title="C"),
+    "a type beside references to itself": {
+        **refers_to_itself(),
+        "properties": {
+            "a": {"type": "object", "allOf": [{"$ref": "#"}]},
+            "b": {"type": ["object", "null"], "anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "c": {"allOf": [{"$ref": "#"}, {"type": "object"}]},
+            "d": {"type": "object", "allOf": [{"type": "object", "allOf": [{"$ref": "#"}]}]},
+        },
+    },
+    "references to each other": {
+        "$defs": {
+            "A": {"type": "array", "items": {"type": "object", "$ref": "#/$defs/B"}, "maxItems": 2},
+            "B": {
+                "type": "object",
+                "additionalProperties": {"type": "array", "$ref": "#/$defs/A"},
+                "maxProperties": 1,
+            },
+        },
+        "$ref": "#/$defs/A",
+    },
+    "a property that fits nothing that ends": {
+        "type": "object",
+        "properties": {"n": {"type": "null"}, "x": {"$ref": "#/$defs/N"}, "y": {"anyOf": [{"$ref": "#/$defs/N"}, {}]}},
+        "additionalProperties": False,
+        "$defs": {"N": {"type": "object", "properties": {"c": {"$ref": "#/$defs/N"}}, "required": ["c"]}},
+    },
+    "a recursion with an end": {
+        "type": "object",
+        "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["c"],
+        "additionalProperties": False,
+    },
     "a name that a pattern covers": NAMED_TWICE,
     "names that a pattern covers, and others": {
         **NAMED_TWICE,
@@ -304,6 +351,30 @@ def test_what_no_grammar_holds_is_left_to_the_model_unless_the_schema_is_strict(
         compiler.check(calls(["find"]))
 
 
+BESIDE: list[tuple[Json, str]] = [
+    ({"required": ["n"]}, "required"),
+    ({"type": "object", "maxProperties": 1}, "maxProperties"),
+    ({"type": "object", "required": ["n"], "description": "x"}, "required"),
+    ({"allOf": [{"required": ["n"]}]}, "allOf"),
+    ({"anyOf": [{"required": ["n"]}, {"required": ["c"]}]}, "anyOf"),
+    ({"type": "array"}, "type"),
+]
+
+
+@pytest.mark.parametrize(("beside", "keyword"), BESIDE)
+def test_what_stands_beside_a_reference_that_leads_back_is_left_to_the_model(
+    answers: Answers, beside: Json, keyword: str
+) -> None:
+    schema = refers_to_itself(**beside)
+    fits = jsonschema_rs.validator_for(refers_to_itself())
+    assert all(value is None or fits.is_valid(value) for value in answers(schema, strict=False))
+    with pytest.raises(
+        SchemaError, match=rf'^property "c": {keyword} beside a \$ref that leads back to where it is can'
+    ):
+        followable(schema, strict=True)
+
+
+NEEDY = {"type": "object", "properties": {"c": {"$ref": "#/$defs/N"}}}
 REFUSED: list[tuple[Any, str]] = [
     ({"type": "nonsense"}, "type must be one of null, boolean"),
     ({"type": []}, "type must be"),
@@ -311,6 +382,25 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "itself"),
     ({"$ref": "https://example.com/x.json"}, "example.com/x.json' is not to a part of the schema"),
     ({"$ref": "#/$defs/missing"}, "leads to no schema"),
+    *(
+        (schema, "none that ends fits")
+        for schema in (
+            {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+            {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
+            {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+            {**refers_to_itself(), "required": ["c"]},
+            {**refers_to_itself(allOf=[{"required": ["n"]}]), "required": ["c"]},
+            {**refers_to_itself(), "allOf": [{"required": ["n", "c"]}]},
+            {**refers_to_itself(), "anyOf": [{"required": ["n", "c"]}, {"required": ["c"]}]},
+            {"$defs": {"N": {**NEEDY, "required": ["c"]}}, "$ref": "#/$defs/N"},
+            {
+                "$defs": {"N": {**NEEDY, "required": ["c"]}},
+                "type": "array",
+                "items": {"$ref": "#/$defs/N"},
+                "minItems": 1,
+            },
+        )
+    ),
     ({"type": "string", "pattern": "("}, r"pattern '\(' is no regular expression"),
     *(
         ({"type": "string", "pattern": pattern}, "is no regular expression")
