@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mini_sglang.errors import shorten
 from mini_sglang.grammar import recursion
-from mini_sglang.grammar.number_bounds import bounds_of
+from mini_sglang.grammar.number_bounds import UnheldBounds, bounds_of
 from mini_sglang.grammar.patterns import fault_of
 from mini_sglang.sampling_params import Json
 
@@ -137,26 +137,53 @@ class _Preparation:
         if "enum" in given:
             if not isinstance(given["enum"], list) or not given["enum"]:
                 raise SchemaError(path, "enum must be a list of at least one value")
-            for value in given["enum"]:
-                _check_value(value, path, "enum")
-            prepared["enum"] = given["enum"]
-        if "const" in given:
-            _check_value(given["const"], path, "const")
+            if all(self._takes_value(value, path, "enum") for value in given["enum"]):
+                prepared["enum"] = given["enum"]
+        if "const" in given and self._takes_value(given["const"], path, "const"):
             prepared["const"] = given["const"]
         for keyword in _COUNTS:
             if keyword in given:
                 given[keyword] = _count(given[keyword], path, keyword)
+        self._bounds(given, prepared, path)
+        self._string_keywords(given, prepared, path)
+
+    def _takes_value(self, value: Any, path: str, keyword: str) -> bool:
+        """Whether a constant is written as it is: llguidance makes floats of its integers, and crashes at the least."""
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list):
+            return all(self._takes_value(item, path, keyword) for item in value)
+        if isinstance(value, float) and not abs(value) < float("inf"):
+            raise SchemaError(path, f"{keyword} must not hold a number that is not finite")
+        if not isinstance(value, int) or _is_exact(value):
+            return True
+        if -(2**63) <= value < 2**63:
+            problem = f"{keyword} may hold no integer that a float of 64 bits does not hold, got {shorten(value)}"
+        else:
+            problem = f"{keyword} may hold integers of 64 bits, got {shorten(value)}"
+        self._refuse_if_strict(path, problem)
+        return False
+
+    def _bounds(self, given: Json, prepared: Json, path: str) -> None:
         try:
             prepared |= bounds_of(given)
+        except UnheldBounds as error:
+            self._refuse_if_strict(path, str(error))
+            self._bounds({key: value for key, value in given.items() if key not in error.keywords}, prepared, path)
         except ValueError as error:
             raise SchemaError(path, str(error)) from None
-        self._string_keywords(given, prepared, path)
+
+    def _refuse_if_strict(self, path: str, problem: str) -> None:
+        """For a value that is valid, and beyond what a grammar holds; without `strict` it is left out."""
+        if self._strict:
+            raise SchemaError(path, problem)
 
     def _string_keywords(self, given: Json, prepared: Json, path: str) -> None:
         if "minLength" in given:
             if given["minLength"] > _MAX_MIN_LENGTH:
-                raise SchemaError(path, f"minLength may be at most {_MAX_MIN_LENGTH}")
-            prepared["minLength"] = given["minLength"]
+                self._refuse_if_strict(path, f"minLength may be at most {_MAX_MIN_LENGTH}")
+            else:
+                prepared["minLength"] = given["minLength"]
         if "maxLength" in given:
             prepared["maxLength"] = min(given["maxLength"], _MAX_LENGTH)
         patterns = []
@@ -204,8 +231,9 @@ class _Preparation:
             prepared["items"] = self._schema(rest, f"{path}[]", depth + 1)
         if "minItems" in given:
             if given["minItems"] > _MAX_ITEMS:
-                raise SchemaError(path, f"minItems may be at most {_MAX_ITEMS}")
-            prepared["minItems"] = given["minItems"]
+                self._refuse_if_strict(path, f"minItems may be at most {_MAX_ITEMS}")
+            else:
+                prepared["minItems"] = given["minItems"]
         if "maxItems" in given:
             prepared["maxItems"] = min(given["maxItems"], _MAX_ITEMS)
 
@@ -447,10 +475,19 @@ class _Facts:
 
 def _constants(schema: Json) -> set[str] | None:
     if "const" in schema:
-        return {json.dumps(schema["const"], sort_keys=True)}
+        return {json.dumps(_by_value(schema["const"]), sort_keys=True)}
     if isinstance(schema.get("enum"), list):
-        return {json.dumps(value, sort_keys=True) for value in schema["enum"]}
+        return {json.dumps(_by_value(value), sort_keys=True) for value in schema["enum"]}
     return None
+
+
+def _by_value(value: Any) -> Any:
+    """A constant with its numbers in the one form that they share with all equal ones."""
+    if isinstance(value, list):
+        return [_by_value(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _by_value(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _as_object(schema: Schema) -> Json:
@@ -459,17 +496,9 @@ def _as_object(schema: Schema) -> Json:
     return {} if schema is True else dict(schema)
 
 
-def _check_value(value: Any, path: str, keyword: str) -> None:
-    """Refuse a constant with an integer in it that would be written as another one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _check_value(item, path, keyword)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise SchemaError(path, f"{keyword} may hold integers of 64 bits, got {shorten(value)}")
-    elif isinstance(value, float) and not abs(value) < float("inf"):
-        raise SchemaError(path, f"{keyword} must not hold a number that is not finite")
+def _is_exact(value: int) -> bool:
+    """Whether llguidance writes an integer as it is."""
+    return value == 2**63 - 1 or (abs(value) <= 2**63 - 1024 and int(float(value)) == value)
 
 
 def _count(value: Any, path: str, keyword: str) -> int:
