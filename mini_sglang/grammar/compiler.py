@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.grammar.closing import EndingFinder
 from mini_sglang.grammar.digits import DigitLimit, NumberBound
-from mini_sglang.grammar.schema import SchemaError, followable
+from mini_sglang.grammar.schema import SchemaError, followable, parameter_problem
 from mini_sglang.sampling_params import Json, SamplingParams
 
 if TYPE_CHECKING:  # importing transformers takes a second
@@ -372,6 +372,14 @@ class CallSyntax:
     separator: str = ""  # between two calls
     begin: str = ""
     end: str = ""
+
+
+def check_parameters(schema: Json) -> None:
+    """Raise ValueError for a schema of arguments that is malformed or fits no object. Compiles nothing."""
+    text = json.dumps(schema)
+    problem = parameter_problem(text) if len(text) < 1 << 14 else parameter_problem.__wrapped__(text)  # not kept
+    if problem:
+        raise ValueError(problem)
 
 
 def tool_call_grammar(

@@ -9,21 +9,27 @@ from __future__ import annotations
 import re
 
 # Escapes and whole classes, in which brackets are characters, and what opens, closes, divides or repeats.
-_PIECE = re.compile(
+_PIECES = (
     r"\\Q.*?(?:\\E|$)"
     r"|\\."
-    r"|\[\^?(?:\\.|[^\]\\])*+(?P<class_end>\]?)"
+    r"|\[\^?%s(?:\\.|[^\]\\])*+(?P<class_end>\]?)"
     r"|\{(?P<least>[0-9]{1,9}),(?P<most>[0-9]{1,9})\}"
-    r"|\(\?|\(\*|.",
-    re.DOTALL,
+    r"|\(\?|\(\*|."
 )
+# In ECMA 262 a ] closes a class even where it comes first; elsewhere it is a character there.
+_READINGS = [re.compile(_PIECES % first, re.DOTALL) for first in ("", r"\]?")]
 _RANGE = re.compile(r"\\.|(?P<first>[a-zA-Z0-9])-(?P<last>[a-zA-Z0-9])|.", re.DOTALL)
 
 
 def fault_of(pattern: str) -> str:
     """What is wrong with it in every dialect; empty if nothing is."""
+    faults = [_fault(reading, pattern) for reading in _READINGS]
+    return faults[0] if all(faults) else ""
+
+
+def _fault(reading: re.Pattern[str], pattern: str) -> str:
     depth, before = 0, "|"
-    for piece in _PIECE.finditer(pattern):
+    for piece in reading.finditer(pattern):
         text = piece.group()
         if text == "\\":
             return "it ends in a backslash that escapes nothing"

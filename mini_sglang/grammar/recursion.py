@@ -18,6 +18,7 @@ _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "
 _LISTS = ("allOf", "anyOf", "prefixItems")
 _MAPS = ("properties", "patternProperties")
 _SINGLE = ("items", "additionalProperties")
+_MAX_EXPANDED = 4  # definitions beside each other
 
 
 def immediate_loops(definitions: Definitions) -> set[str]:
@@ -49,7 +50,8 @@ def has_an_end(
 ) -> bool:
     """Whether a finite value may fit, beside other schemas for the same value, if none fits the `dead` ones.
 
-    It looks at nothing but recursion, and into the definitions of references with more beside them once.
+    It looks at nothing but recursion. Only with `expand`, so not in what is within, does it look at what references and
+    alternatives together with the rest need: each part is looked at few times.
     """
     parts: list[Json] = []
     stack, seen = [schema, *beside], set[str]()
@@ -60,25 +62,25 @@ def has_an_end(
         name = _name(part)
         if name in dead:
             return False
-        if name is not None and expand and name not in seen:
+        if name is not None and expand and name not in seen and len(seen) < _MAX_EXPANDED:
             seen.add(name)
             stack.append(definitions[name])
         stack += part.get("allOf", ())
         parts.append(part)
     own = [
-        rest for part in parts if (rest := {key: part[key] for key in part if key not in ("$ref", "allOf", "anyOf")})
+        some for part in parts if (some := {key: part[key] for key in part if key not in ("$ref", "allOf", "anyOf")})
     ]
-    expand = expand and not seen
+    rest = own if expand else []
     for part in parts:
         branches = part.get("anyOf")
-        if branches and not any(has_an_end(branch, definitions, dead, own, expand=expand) for branch in branches):
+        if branches and not any(has_an_end(branch, definitions, dead, rest, expand=False) for branch in branches):
             return False
     if any("const" in part or "enum" in part for part in own):
         return True
     types = set(_TYPES).intersection(*(_listed(part["type"]) for part in own if "type" in part))
 
     def ends(said: Sequence[Schema]) -> bool:
-        return not said or has_an_end(said[0], definitions, dead, said[1:], expand=expand)
+        return not said or has_an_end(said[0], definitions, dead, said[1:], expand=False)
 
     return (
         not types
@@ -187,13 +189,11 @@ def _says_more(part: Json) -> bool:
 def _drop_types(part: Json, definitions: Definitions) -> None:
     if "type" in part:
         others = {key: value for key, value in part.items() if key != "type"}
-        if _types(others, definitions, frozenset()) <= _listed(part["type"]):
+        if types_of(others, definitions) <= _listed(part["type"]):
             del part["type"]
     if "allOf" in part and "$ref" not in part:
         typeless = [each for each in part["allOf"] if isinstance(each, dict) and each.keys() != {"type"}]
-        if len(typeless) == 1 and _types(typeless[0], definitions, frozenset()) <= _types(
-            part, definitions, frozenset()
-        ):
+        if len(typeless) == 1 and types_of(typeless[0], definitions) <= types_of(part, definitions):
             part["allOf"] = typeless
     if part.keys() == {"allOf"} and len(part["allOf"]) == 1 and isinstance(part["allOf"][0], dict):
         part.update(part.pop("allOf")[0])
@@ -201,20 +201,23 @@ def _drop_types(part: Json, definitions: Definitions) -> None:
             _drop_types(part, definitions)
 
 
-def _types(schema: Schema, definitions: Definitions, seen: frozenset[str]) -> Set[str]:
-    """All types that a value of the schema may have."""
+def types_of(schema: Schema, definitions: Definitions, known: dict[str, Set[str]] | None = None) -> Set[str]:
+    """All types that a value of the schema may have; `known` are those of definitions."""
+    known = {} if known is None else known
     if isinstance(schema, bool):
         return _TYPES if schema else set()
     types = _listed(schema["type"]) if "type" in schema else _TYPES
     if "const" in schema or "enum" in schema:
         types &= {_type(value) for value in schema.get("enum", [schema.get("const")])}
     name = _name(schema)
-    if name is not None and name not in seen:
-        types &= _types(definitions[name], definitions, seen | {name})
+    if name is not None:
+        if name not in known:
+            known[name] = types_of(definitions[name], definitions, known)
+        types &= known[name]
     for part in schema.get("allOf", ()):
-        types &= _types(part, definitions, seen)
+        types &= types_of(part, definitions, known)
     if "anyOf" in schema:
-        types &= set[str]().union(*(_types(part, definitions, seen) for part in schema["anyOf"]))
+        types &= set[str]().union(*(types_of(part, definitions, known) for part in schema["anyOf"]))
     return types
 
 

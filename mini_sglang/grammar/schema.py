@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -72,12 +72,33 @@ def followable(schema: Schema, *, strict: bool, blame: bool = False) -> Json:
     return prepared
 
 
-class _Preparation:
-    """One schema on its way. Paths are for readers: the names of properties, and [] for items."""
+@lru_cache(512)  # agents send the same tools in each request
+def parameter_problem(text: str) -> str:
+    """Why the JSON text of a tool's parameters is malformed, or fits no object, as far as reading alone tells."""
+    schema = json.loads(text)
+    try:
+        prepared = _Preparation(schema, strict=False, tries=False).result()
+        types = recursion.types_of(prepared, prepared.get("$defs", {}))
+    except SchemaError as error:
+        return str(error)
+    except RecursionError:
+        return "the schema is nested too deeply"
+    if "object" in types:
+        return ""
+    got = f"a schema of type {shorten(schema['type'])}" if "type" in schema else "one that no object fits"
+    return f"the schema must describe an object, got {got}"
 
-    def __init__(self, root: Schema, strict: bool) -> None:
+
+class _Preparation:
+    """One schema on its way. Paths are for readers: the names of properties, and [] for items.
+
+    Unless it `tries` parts with llguidance, the result is good for no grammar.
+    """
+
+    def __init__(self, root: Schema, strict: bool, *, tries: bool = True) -> None:
         self._root = root
         self._strict = strict
+        self._tries = tries
         self._names: dict[str, str] = {}  # of definitions in the result, by where they are in the root
         self._pending: list[tuple[str, Schema, str]] = []
         self._ids: dict[str, str] | None = None
@@ -93,7 +114,8 @@ class _Preparation:
         if definitions:
             self._refuse_loops(definitions)
             self._leave_out_endless(whole)
-            self._disentangle(whole)
+            if self._tries:
+                self._disentangle(whole)
         return whole
 
     def _schema(self, schema: Schema, path: str, depth: int) -> Schema:
@@ -205,7 +227,7 @@ class _Preparation:
         """Whether a grammar holds it. Raises SchemaError if it is a regular expression in no dialect."""
         if not isinstance(pattern, str):
             raise SchemaError(path, f"{keyword} must be a regular expression, got {shorten(pattern)}")
-        problem = _problem_of({"type": "string", "pattern": pattern})
+        problem = _problem_of({"type": "string", "pattern": pattern}) if self._tries else "not tried"
         # llguidance lets a backslash escape what it puts behind the pattern
         if (problem or pattern.endswith("\\")) and (fault := fault_of(pattern)):
             raise SchemaError(path, f"{keyword} {shorten(pattern)} is no regular expression: {fault}")
@@ -261,7 +283,7 @@ class _Preparation:
             and self._takes_pattern(names["pattern"], path, "propertyNames")
         ):
             patterns, others = {names["pattern"]: True if others is None else others}, False
-        if patterns:
+        if patterns and self._tries:
             patterns, others = _without_empty_patterns(properties, patterns, others)
         for keyword, value in (("properties", properties), ("patternProperties", patterns), ("required", required)):
             if value:

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from mini_sglang.grammar.compiler import CallSyntax, GrammarCompiler, Vocabulary, tool_call_grammar
+from mini_sglang.grammar.compiler import CallSyntax, GrammarCompiler, Vocabulary, check_parameters, tool_call_grammar
 from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer
@@ -455,6 +455,19 @@ def test_a_pattern_of_another_dialect_is_no_reason_for_a_warning() -> None:
         warnings.simplefilter("error")
         for pattern in ("[a-z&&[^b]]", "(?!x)[a-z&&[^b]]", "(?!x)[[a]--b||c]"):
             assert followable({"type": "string", "pattern": pattern}, strict=False)["type"] == "string"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({}, {"type": ["object", "null"]}, {"const": {}}, {"enum": [1, {}]}),
+        *({"anyOf": [{"type": "string"}, {"type": "object"}]}, {"oneOf": [{"$ref": "#/$defs/o"}], "$defs": {"o": {}}}),
+        {"$ref": "#/$defs/o", "$defs": {"o": {"type": ["object", "null"], "properties": {"o": {"$ref": "#/$defs/o"}}}}},
+        {"type": "object", "patternProperties": {"^[])]$": {"type": "string", "pattern": "^(?![(])\\cA"}}},
+    ],
+)
+def test_parameters_that_an_object_may_fit_are_taken(schema: Json) -> None:
+    check_parameters(schema)
 
 
 @pytest.mark.parametrize("schema", [{"const": 2**64}, {"enum": [[2**70], 1]}, {"const": {"a": -(2**64)}}])
