@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.grammar.closing import EndingFinder
 from mini_sglang.grammar.digits import DigitLimit, NumberBound
-from mini_sglang.grammar.schema import SchemaError, followable
+from mini_sglang.grammar.schema import SchemaError, followable, parameter_problem
 from mini_sglang.sampling_params import Json, SamplingParams
 from mini_sglang.text.call_syntax import CallSyntax
 
@@ -360,6 +360,14 @@ def _refusal(field: str, reason: str) -> FieldError:
 
 
 # -- tool calls -------------------------------------------------------------------------------------------------------
+
+
+def check_parameters(schema: Json) -> None:
+    """Raise ValueError for a schema of arguments that is malformed or fits no object. Compiles nothing."""
+    text = json.dumps(schema)
+    problem = parameter_problem(text) if len(text) < 1 << 14 else parameter_problem.__wrapped__(text)  # not kept
+    if problem:
+        raise ValueError(problem)
 
 
 def tool_call_grammar(

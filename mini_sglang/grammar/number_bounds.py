@@ -7,6 +7,7 @@ every bound becomes an inclusive one that it reads as it is meant, never a wider
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from decimal import ROUND_CEILING, Context, Decimal, localcontext
 from typing import Any
 
@@ -16,12 +17,21 @@ from mini_sglang.sampling_params import Json
 _LARGEST_INTEGER = 2**63 - 1024  # the largest float that fits in 64 bits
 _LARGEST_NUMBER = 10**18
 _ANY_ANSWER = Decimal(10) ** 120  # larger than any number in an answer, whose digits and exponents are bounded
+_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _PLACES = 12  # after the point
 _MAX_MULTIPLE = 100_000  # the automaton has as many states
 
 
+class UnheldBounds(ValueError):
+    """Bounds that are valid, and that no grammar holds: these keywords."""
+
+    def __init__(self, problem: str, keywords: Sequence[str] = _KEYWORDS) -> None:
+        super().__init__(problem)
+        self.keywords = keywords
+
+
 def bounds_of(given: Json) -> Json:
-    """`minimum`, `maximum` and `multipleOf` for the number keywords of a schema. Raises ValueError."""
+    """`minimum`, `maximum` and `multipleOf` for the number keywords of a schema. Raises ValueError, UnheldBounds."""
     types = given.get("type", "number")
     is_integer = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
     with localcontext(Context(prec=800)):
@@ -80,23 +90,23 @@ def _number(given: Json, keyword: str) -> Decimal | None:
         return number
     if ("aximum" in keyword) == (number > 0):
         return None
-    raise ValueError(f"{keyword} must be within what 64 bits hold, got {shorten(value)}")
+    raise UnheldBounds(f"{keyword} must be within what 64 bits hold, got {shorten(value)}", [keyword])
 
 
 def _in_range(low: Decimal | None, high: Decimal | None, largest: Decimal) -> Json:
     if low is not None and high is not None and low > high:
         raise ValueError("minimum and maximum allow no number between them")
     if low is not None and low > largest:
-        raise ValueError(f"minimum may be at most {int(largest)}")
+        raise UnheldBounds(f"minimum may be at most {int(largest)}")
     if high is not None and high < -largest:
-        raise ValueError(f"maximum must be at least {-int(largest)}")
+        raise UnheldBounds(f"maximum must be at least {-int(largest)}")
     bounds: Json = {}
     if low is not None:
         bounds["minimum"] = _as_float(max(low, -largest), 1)
     if high is not None:
         bounds["maximum"] = _as_float(min(high, largest), -1)
     if bounds.get("minimum", -math.inf) > bounds.get("maximum", math.inf):
-        raise ValueError("minimum and maximum allow no number between them that a float of 64 bits holds")
+        raise UnheldBounds("minimum and maximum allow no number between them that a float of 64 bits holds")
     return bounds
 
 
@@ -122,5 +132,6 @@ def _multiple(value: Any) -> int | float:
     assert isinstance(exponent, int)
     steps = int(number) if exponent >= 0 else int("".join(map(str, digits)))
     if steps > _MAX_MULTIPLE or exponent < -_PLACES:
-        raise ValueError(f"multipleOf may be at most {_MAX_MULTIPLE} without its point, got {shorten(value)}")
+        problem = f"multipleOf may be at most {_MAX_MULTIPLE} without its point, got {shorten(value)}"
+        raise UnheldBounds(problem, ["multipleOf"])
     return value

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -19,7 +18,9 @@ from urllib.parse import unquote
 from llguidance import LLMatcher, LLTokenizer
 
 from mini_sglang.errors import shorten
-from mini_sglang.grammar.number_bounds import bounds_of
+from mini_sglang.grammar import recursion
+from mini_sglang.grammar.number_bounds import UnheldBounds, bounds_of
+from mini_sglang.grammar.patterns import fault_of
 from mini_sglang.sampling_params import Json
 
 Schema = Json | bool
@@ -71,12 +72,33 @@ def followable(schema: Schema, *, strict: bool, blame: bool = False) -> Json:
     return prepared
 
 
-class _Preparation:
-    """One schema on its way. Paths are for readers: the names of properties, and [] for items."""
+@lru_cache(512)  # agents send the same tools in each request
+def parameter_problem(text: str) -> str:
+    """Why the JSON text of a tool's parameters is malformed, or fits no object, as far as reading alone tells."""
+    schema = json.loads(text)
+    try:
+        prepared = _Preparation(schema, strict=False, tries=False).result()
+        types = recursion.types_of(prepared, prepared.get("$defs", {}))
+    except SchemaError as error:
+        return str(error)
+    except RecursionError:
+        return "the schema is nested too deeply"
+    if "object" in types:
+        return ""
+    got = f"a schema of type {shorten(schema['type'])}" if "type" in schema else "one that no object fits"
+    return f"the schema must describe an object, got {got}"
 
-    def __init__(self, root: Schema, strict: bool) -> None:
+
+class _Preparation:
+    """One schema on its way. Paths are for readers: the names of properties, and [] for items.
+
+    Unless it `tries` parts with llguidance, the result is good for no grammar.
+    """
+
+    def __init__(self, root: Schema, strict: bool, *, tries: bool = True) -> None:
         self._root = root
         self._strict = strict
+        self._tries = tries
         self._names: dict[str, str] = {}  # of definitions in the result, by where they are in the root
         self._pending: list[tuple[str, Schema, str]] = []
         self._ids: dict[str, str] | None = None
@@ -89,7 +111,11 @@ class _Preparation:
             name, schema, path = self._pending.pop()
             definitions[name] = self._schema(schema, path, 0)
         whole: Json = {**_as_object(prepared), "$defs": definitions} if definitions else _as_object(prepared)
-        self._refuse_loops(whole)
+        if definitions:
+            self._refuse_loops(definitions)
+            self._leave_out_endless(whole)
+            if self._tries:
+                self._disentangle(whole)
         return whole
 
     def _schema(self, schema: Schema, path: str, depth: int) -> Schema:
@@ -133,26 +159,53 @@ class _Preparation:
         if "enum" in given:
             if not isinstance(given["enum"], list) or not given["enum"]:
                 raise SchemaError(path, "enum must be a list of at least one value")
-            for value in given["enum"]:
-                _check_value(value, path, "enum")
-            prepared["enum"] = given["enum"]
-        if "const" in given:
-            _check_value(given["const"], path, "const")
+            if all(self._takes_value(value, path, "enum") for value in given["enum"]):
+                prepared["enum"] = given["enum"]
+        if "const" in given and self._takes_value(given["const"], path, "const"):
             prepared["const"] = given["const"]
         for keyword in _COUNTS:
             if keyword in given:
                 given[keyword] = _count(given[keyword], path, keyword)
+        self._bounds(given, prepared, path)
+        self._string_keywords(given, prepared, path)
+
+    def _takes_value(self, value: Any, path: str, keyword: str) -> bool:
+        """Whether a constant is written as it is: llguidance makes floats of its integers, and crashes at the least."""
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list):
+            return all(self._takes_value(item, path, keyword) for item in value)
+        if isinstance(value, float) and not abs(value) < float("inf"):
+            raise SchemaError(path, f"{keyword} must not hold a number that is not finite")
+        if not isinstance(value, int) or _is_exact(value):
+            return True
+        if -(2**63) <= value < 2**63:
+            problem = f"{keyword} may hold no integer that a float of 64 bits does not hold, got {shorten(value)}"
+        else:
+            problem = f"{keyword} may hold integers of 64 bits, got {shorten(value)}"
+        self._refuse_if_strict(path, problem)
+        return False
+
+    def _bounds(self, given: Json, prepared: Json, path: str) -> None:
         try:
             prepared |= bounds_of(given)
+        except UnheldBounds as error:
+            self._refuse_if_strict(path, str(error))
+            self._bounds({key: value for key, value in given.items() if key not in error.keywords}, prepared, path)
         except ValueError as error:
             raise SchemaError(path, str(error)) from None
-        self._string_keywords(given, prepared, path)
+
+    def _refuse_if_strict(self, path: str, problem: str) -> None:
+        """For a value that is valid, and beyond what a grammar holds; without `strict` it is left out."""
+        if self._strict:
+            raise SchemaError(path, problem)
 
     def _string_keywords(self, given: Json, prepared: Json, path: str) -> None:
         if "minLength" in given:
             if given["minLength"] > _MAX_MIN_LENGTH:
-                raise SchemaError(path, f"minLength may be at most {_MAX_MIN_LENGTH}")
-            prepared["minLength"] = given["minLength"]
+                self._refuse_if_strict(path, f"minLength may be at most {_MAX_MIN_LENGTH}")
+            else:
+                prepared["minLength"] = given["minLength"]
         if "maxLength" in given:
             prepared["maxLength"] = min(given["maxLength"], _MAX_LENGTH)
         patterns = []
@@ -171,21 +224,18 @@ class _Preparation:
             prepared.setdefault("allOf", []).append({"pattern": patterns[1]})
 
     def _takes_pattern(self, pattern: Any, path: str, keyword: str) -> bool:
-        """Whether a grammar holds it. Raises SchemaError if it is no regular expression at all."""
+        """Whether a grammar holds it. Raises SchemaError if it is a regular expression in no dialect."""
         if not isinstance(pattern, str):
             raise SchemaError(path, f"{keyword} must be a regular expression, got {shorten(pattern)}")
-        problem = _problem_of({"type": "string", "pattern": pattern})
-        if not problem:
-            return True
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise SchemaError(path, f"{keyword} {shorten(pattern)} is no regular expression: {error}") from None
+        problem = _problem_of({"type": "string", "pattern": pattern}) if self._tries else "not tried"
+        # llguidance lets a backslash escape what it puts behind the pattern
+        if (problem or pattern.endswith("\\")) and (fault := fault_of(pattern)):
+            raise SchemaError(path, f"{keyword} {shorten(pattern)} is no regular expression: {fault}")
         if "nsatisfiable" in problem:
             raise SchemaError(path, f"{keyword} {shorten(pattern)} matches no text")
-        why = "has look-around, a back-reference or something else that cannot be held to by a grammar"
-        self._leave_out(path, f"{keyword} {shorten(pattern)}", why)
-        return False
+        if problem:
+            self._leave_out(path, f"{keyword} {shorten(pattern)}", _pattern_in_words(problem))
+        return not problem
 
     # -- arrays and objects -------------------------------------------------------------------------------------------
 
@@ -203,8 +253,9 @@ class _Preparation:
             prepared["items"] = self._schema(rest, f"{path}[]", depth + 1)
         if "minItems" in given:
             if given["minItems"] > _MAX_ITEMS:
-                raise SchemaError(path, f"minItems may be at most {_MAX_ITEMS}")
-            prepared["minItems"] = given["minItems"]
+                self._refuse_if_strict(path, f"minItems may be at most {_MAX_ITEMS}")
+            else:
+                prepared["minItems"] = given["minItems"]
         if "maxItems" in given:
             prepared["maxItems"] = min(given["maxItems"], _MAX_ITEMS)
 
@@ -232,7 +283,7 @@ class _Preparation:
             and self._takes_pattern(names["pattern"], path, "propertyNames")
         ):
             patterns, others = {names["pattern"]: True if others is None else others}, False
-        if patterns:
+        if patterns and self._tries:
             patterns, others = _without_empty_patterns(properties, patterns, others)
         for keyword, value in (("properties", properties), ("patternProperties", patterns), ("required", required)):
             if value:
@@ -367,16 +418,39 @@ class _Preparation:
                         self._ids.setdefault(prefix + node[keyword].rstrip("#"), where)
         return self._ids
 
-    def _refuse_loops(self, whole: Json) -> None:
+    def _refuse_loops(self, definitions: Mapping[str, Schema]) -> None:
         """Refuse a schema that refers to itself with no property or item in between."""
-        definitions = whole.get("$defs", {})
-        paths = {name: reference for reference, name in self._names.items()}
-        edges = {name: set(_references_at_once(schema)) for name, schema in definitions.items()}
-        while free := [name for name, targets in edges.items() if not targets & edges.keys()]:
-            for name in free:
-                del edges[name]
-        if edges:
-            raise SchemaError("", f"$ref {shorten(paths[min(edges)])} refers to itself, with nothing in between")
+        if loops := recursion.immediate_loops(definitions):
+            raise SchemaError("", f"$ref {self._reference(loops)} refers to itself, with nothing in between")
+
+    def _leave_out_endless(self, whole: Json) -> None:
+        """Refuse a schema that only values without end fit, and leave out where it may lead into one."""
+        definitions: dict[str, Schema] = whole["$defs"]
+        dead = recursion.endless(definitions)
+        if not recursion.has_an_end(whole, definitions, dead):
+            problem = f"$ref {self._reference(dead)} needs a value of itself in each value: none that ends fits"
+            raise SchemaError("", problem)
+        if dead:
+            for name in dead:
+                del definitions[name]
+            for schema in (whole, *definitions.values(), *(node for _, node in self._nodes)):
+                recursion.leave_out(schema, dead)
+            gone = {f"#/$defs/{name}" for name in dead}
+            self._nodes = [(path, node) for path, node in self._nodes if node.get("$ref") not in gone]
+
+    def _disentangle(self, whole: Json) -> None:
+        """Keep nothing but the reference where one leads back to where it is, with more beside it than it says."""
+        while entangled := recursion.entangled(whole["$defs"]):
+            if not _problem_of(whole):
+                return
+            for node in {id(node): node for node in entangled}.values():
+                path = next((path for path, known in self._nodes if known is node), "")
+                others = recursion.keep_reference(node)
+                self._leave_out(path, f"{others} beside a $ref that leads back to where it is")
+
+    def _reference(self, names: set[str]) -> str:
+        """The first of these definitions, as the schema refers to it."""
+        return shorten(next(reference for reference, name in self._names.items() if name in names))
 
     def blame(self, definitions: Mapping[str, Schema]) -> None:
         """Raise SchemaError for the innermost part of which no grammar can be made."""
@@ -423,10 +497,19 @@ class _Facts:
 
 def _constants(schema: Json) -> set[str] | None:
     if "const" in schema:
-        return {json.dumps(schema["const"], sort_keys=True)}
+        return {json.dumps(_by_value(schema["const"]), sort_keys=True)}
     if isinstance(schema.get("enum"), list):
-        return {json.dumps(value, sort_keys=True) for value in schema["enum"]}
+        return {json.dumps(_by_value(value), sort_keys=True) for value in schema["enum"]}
     return None
+
+
+def _by_value(value: Any) -> Any:
+    """A constant with its numbers in the one form that they share with all equal ones."""
+    if isinstance(value, list):
+        return [_by_value(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _by_value(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _as_object(schema: Schema) -> Json:
@@ -435,17 +518,9 @@ def _as_object(schema: Schema) -> Json:
     return {} if schema is True else dict(schema)
 
 
-def _check_value(value: Any, path: str, keyword: str) -> None:
-    """Refuse a constant with an integer in it that would be written as another one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _check_value(item, path, keyword)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise SchemaError(path, f"{keyword} may hold integers of 64 bits, got {shorten(value)}")
-    elif isinstance(value, float) and not abs(value) < float("inf"):
-        raise SchemaError(path, f"{keyword} must not hold a number that is not finite")
+def _is_exact(value: int) -> bool:
+    """Whether llguidance writes an integer as it is."""
+    return value == 2**63 - 1 or (abs(value) <= 2**63 - 1024 and int(float(value)) == value)
 
 
 def _count(value: Any, path: str, keyword: str) -> int:
@@ -570,6 +645,16 @@ def _in_words(problem: str, node: Json) -> str:
     return f"no grammar can be made of {_keywords(node)} together"
 
 
+def _pattern_in_words(problem: str) -> str:
+    """What of a regular expression no grammar holds, by what llguidance says of it."""
+    if "look-around" in problem or "lookaround" in problem:
+        return "has look-around, which cannot be held to by a grammar"
+    if "backreference" in problem or "\\k" in problem:
+        return "has a back-reference, which cannot be held to by a grammar"
+    _, found, reason = problem.partition("error: ")
+    return "cannot be held to by a grammar" + (f" ({' '.join(reason.split())})" if found else "")
+
+
 def _keywords(node: Json) -> str:
     return ", ".join(sorted(node)) or "the schema"
 
@@ -600,13 +685,3 @@ def _walk(root: Any) -> Iterator[tuple[str, Json]]:
             stack += [(f"{where}/{key.replace('~', '~0').replace('/', '~1')}", value) for key, value in node.items()]
         elif isinstance(node, list):
             stack += [(f"{where}/{index}", value) for index, value in enumerate(node)]
-
-
-def _references_at_once(schema: Schema) -> Iterator[str]:
-    """The definitions that the same value must fit, or may have to."""
-    if isinstance(schema, dict):
-        if "$ref" in schema:
-            yield schema["$ref"].rpartition("/")[2]
-        for keyword in ("allOf", "anyOf"):
-            for part in schema.get(keyword, ()):
-                yield from _references_at_once(part)

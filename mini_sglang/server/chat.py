@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from mini_sglang.errors import FieldError, shorten
+from mini_sglang.grammar.compiler import check_parameters
 from mini_sglang.sampling_params import Json
 from mini_sglang.server import fields
 from mini_sglang.server.bodies import Body, HistoryPart, SamplingBody
@@ -131,9 +132,7 @@ def _joined(run: Sequence[Message]) -> Message:
 
 
 def _describes_object(schema: Json) -> Json:
-    types = schema.get("type")
-    if types is not None and "object" not in (types if isinstance(types, list) else [types]):
-        raise ValueError(f"must describe an object, got a schema of type {shorten(types)}")
+    check_parameters(schema)
     return schema
 
 

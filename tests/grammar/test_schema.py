@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
-from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, tool_call_grammar
+from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, check_parameters, tool_call_grammar
 from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.call_syntax import CallSyntax
@@ -104,7 +105,54 @@ PETS = {
         for kind in ("Cat", "Dog")
     },
 }
+
+
+def refers_to_itself(**beside: Any) -> Json:
+    return {
+        "type": "object",
+        "properties": {"c": {"$ref": "#", **beside}, "n": {"type": "null"}},
+        "additionalProperties": False,
+    }
+
+
 FOLLOWED: dict[str, Any] = {
+    "a type beside a reference to itself": {
+        "$defs": {"N": {**refers_to_itself(), "properties": {"c": {"type": "object", "$ref": "#/$defs/N"}}}},
+        "$ref": "#/$defs/N",
+    },
+    "types beside a reference to itself": refers_to_itself(type=["object", "null"], title="C"),
+    "a type beside references to itself": {
+        **refers_to_itself(),
+        "properties": {
+            "a": {"type": "object", "allOf": [{"$ref": "#"}]},
+            "b": {"type": ["object", "null"], "anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "c": {"allOf": [{"$ref": "#"}, {"type": "object"}]},
+            "d": {"type": "object", "allOf": [{"type": "object", "allOf": [{"$ref": "#"}]}]},
+        },
+    },
+    "references to each other": {
+        "$defs": {
+            "A": {"type": "array", "items": {"type": "object", "$ref": "#/$defs/B"}, "maxItems": 2},
+            "B": {
+                "type": "object",
+                "additionalProperties": {"type": "array", "$ref": "#/$defs/A"},
+                "maxProperties": 1,
+            },
+        },
+        "$ref": "#/$defs/A",
+    },
+    "a property that fits nothing that ends": {
+        "type": "object",
+        "properties": {"n": {"type": "null"}, "x": {"$ref": "#/$defs/N"}, "y": {"anyOf": [{"$ref": "#/$defs/N"}, {}]}},
+        "additionalProperties": False,
+        "$defs": {"N": {"type": "object", "properties": {"c": {"$ref": "#/$defs/N"}}, "required": ["c"]}},
+    },
+    "a recursion with an end": {
+        "type": "object",
+        "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["c"],
+        "additionalProperties": False,
+    },
     "a name that a pattern covers": NAMED_TWICE,
     "names that a pattern covers, and others": {
         **NAMED_TWICE,
@@ -252,6 +300,49 @@ UNHELD: list[tuple[Any, str]] = [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ({"type": "string", "pattern": "^(?!x)[a-z]+$"}, "pattern"),
     ({"type": "string", "pattern": r"(a)\1"}, "pattern"),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf"),
+    ({"oneOf": [{"enum": [{"a": [1]}]}, {"const": {"a": [1.0]}}]}, "oneOf"),
+    ({"type": "integer", "minimum": 9007199254740993, "maximum": 9007199254740993}, "minimum and maximum allow no"),
+    ({"type": "number", "minimum": 9007199254740993, "maximum": 9007199254740993}, "minimum and maximum allow no"),
+    ({"type": "integer", "minimum": 9223372036854775807}, "minimum may be at most"),
+    ({"type": ["integer", "null"], "maximum": -9223372036854775801}, "maximum must be at least"),
+    ({"enum": [18446744073709551615, 9223372036854775808]}, "enum may hold integers of 64 bits"),
+    ({"const": 9007199254740993}, "const may hold no integer that a float"),
+    ({"type": "integer", "const": -9223372036854775808}, "const may hold no integer that a float"),
+    ({"type": "number", "minimum": 10**25}, "minimum may be at most"),
+    ({"type": "number", "minimum": 1e19}, "minimum may be at most"),
+    ({"type": "number", "minimum": 1e300}, "minimum must be within"),
+    ({"type": "integer", "minimum": 2**63, "maximum": 2**64 - 1}, "minimum may be at most"),
+    ({"type": "number", "multipleOf": 10_000_019}, "multipleOf may be at most"),
+    ({"type": "integer", "multipleOf": 1_000_000, "minimum": 1}, "multipleOf may be at most"),
+    ({**LIST, "minItems": 20_000}, "minItems may be at most"),
+    ({"type": "string", "minLength": 200_000}, "minLength may be at most"),
+    *(
+        ({"type": "string", "pattern": pattern}, "pattern '.*' .*a grammar")
+        for pattern in (
+            *(
+                r"^(?!\s)\p{L}+$",
+                r"^(?=.*\p{Lu}).{8,}$",
+                r"(?<y>\d{4})(?=-)",
+                r"(?<=a+)b",
+                r"^(?!a)\z",
+                r"(?<q>a)\k<q>",
+            ),
+            *(
+                r"\cA",
+                r"^\h+$",
+                r"^\R$",
+                r"[\b]",
+                "[]",
+                "[^]",
+                "(?>a)b",
+                "a{,3}",
+                r"\Q(\E",
+                r"^(?!a)[[:alpha:]&&[^b]]$",
+            ),
+        )
+    ),
+    ({"type": "object", "patternProperties": {r"^(?!_)\p{L}": {}}}, "patternProperties '.*' has look-around"),
     ({"type": "string", "format": "uri-reference"}, "format"),
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}, "pattern"),
 ]
@@ -278,6 +369,30 @@ def test_what_no_grammar_holds_is_left_to_the_model_unless_the_schema_is_strict(
         compiler.check(calls(["find"]))
 
 
+BESIDE: list[tuple[Json, str]] = [
+    ({"required": ["n"]}, "required"),
+    ({"type": "object", "maxProperties": 1}, "maxProperties"),
+    ({"type": "object", "required": ["n"], "description": "x"}, "required"),
+    ({"allOf": [{"required": ["n"]}]}, "allOf"),
+    ({"anyOf": [{"required": ["n"]}, {"required": ["c"]}]}, "anyOf"),
+    ({"type": "array"}, "type"),
+]
+
+
+@pytest.mark.parametrize(("beside", "keyword"), BESIDE)
+def test_what_stands_beside_a_reference_that_leads_back_is_left_to_the_model(
+    answers: Answers, beside: Json, keyword: str
+) -> None:
+    schema = refers_to_itself(**beside)
+    fits = jsonschema_rs.validator_for(refers_to_itself())
+    assert all(value is None or fits.is_valid(value) for value in answers(schema, strict=False))
+    with pytest.raises(
+        SchemaError, match=rf'^property "c": {keyword} beside a \$ref that leads back to where it is can'
+    ):
+        followable(schema, strict=True)
+
+
+NEEDY = {"type": "object", "properties": {"c": {"$ref": "#/$defs/N"}}}
 REFUSED: list[tuple[Any, str]] = [
     ({"type": "nonsense"}, "type must be one of null, boolean"),
     ({"type": []}, "type must be"),
@@ -285,17 +400,37 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "itself"),
     ({"$ref": "https://example.com/x.json"}, "example.com/x.json' is not to a part of the schema"),
     ({"$ref": "#/$defs/missing"}, "leads to no schema"),
+    *(
+        (schema, "none that ends fits")
+        for schema in (
+            {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+            {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
+            {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+            {**refers_to_itself(), "required": ["c"]},
+            {**refers_to_itself(allOf=[{"required": ["n"]}]), "required": ["c"]},
+            {**refers_to_itself(), "allOf": [{"required": ["n", "c"]}]},
+            {**refers_to_itself(), "anyOf": [{"required": ["n", "c"]}, {"required": ["c"]}]},
+            {"$defs": {"N": {**NEEDY, "required": ["c"]}}, "$ref": "#/$defs/N"},
+            {
+                "$defs": {"N": {**NEEDY, "required": ["c"]}},
+                "type": "array",
+                "items": {"$ref": "#/$defs/N"},
+                "minItems": 1,
+            },
+        )
+    ),
     ({"type": "string", "pattern": "("}, r"pattern '\(' is no regular expression"),
+    *(
+        ({"type": "string", "pattern": pattern}, "is no regular expression")
+        for pattern in ("a)", "(?!a", "(?<n>a", "a\\", "(?=a)\\", "[a", "[z-a]", "a{3,1}", "*a", "a|+", "(?!a)(+b)")
+    ),
     ({"type": "string", "pattern": 5}, "pattern must be a regular expression"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "maxLength, minLength, type together allow no value"),
     ({"type": "string", "minLength": -1}, "minLength must be an integer"),
     ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum and maximum allow no number"),
     ({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, "allow no number"),
     ({"type": "number", "minimum": "5"}, "minimum must be a number"),
-    ({"type": "number", "minimum": 10**25}, "minimum may be at most"),
     ({"type": "number", "multipleOf": 0}, "multipleOf must be a number greater than 0"),
-    ({"type": "number", "multipleOf": 10_000_019}, "multipleOf may be at most"),
-    ({"const": 2**64}, "const may hold integers of 64 bits"),
     ({"enum": []}, "enum must be a list"),
     ({"type": "object", "required": ["a"], "additionalProperties": False}, "together allow no value"),
     ({"type": "object", "required": "a"}, "required must be a list of names"),
@@ -314,6 +449,33 @@ def test_what_cannot_be_meant_is_refused_in_words(schema: Any, message: str, str
     for _ in range(2):
         with pytest.raises(SchemaError, match=message):
             followable(schema, strict=strict, blame=True)
+
+
+def test_a_pattern_of_another_dialect_is_no_reason_for_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for pattern in ("[a-z&&[^b]]", "(?!x)[a-z&&[^b]]", "(?!x)[[a]--b||c]"):
+            assert followable({"type": "string", "pattern": pattern}, strict=False)["type"] == "string"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({}, {"type": ["object", "null"]}, {"const": {}}, {"enum": [1, {}]}),
+        *({"anyOf": [{"type": "string"}, {"type": "object"}]}, {"oneOf": [{"$ref": "#/$defs/o"}], "$defs": {"o": {}}}),
+        {"$ref": "#/$defs/o", "$defs": {"o": {"type": ["object", "null"], "properties": {"o": {"$ref": "#/$defs/o"}}}}},
+        {"type": "object", "patternProperties": {"^[])]$": {"type": "string", "pattern": "^(?![(])\\cA"}}},
+    ],
+)
+def test_parameters_that_an_object_may_fit_are_taken(schema: Json) -> None:
+    check_parameters(schema)
+
+
+@pytest.mark.parametrize("schema", [{"const": 2**64}, {"enum": [[2**70], 1]}, {"const": {"a": -(2**64)}}])
+def test_constants_beyond_64_bits_are_left_to_the_model(schema: Json) -> None:
+    assert followable(schema, strict=False) == {}
+    with pytest.raises(SchemaError, match=r"^(const|enum) may hold integers of 64 bits"):
+        followable(schema, strict=True)
 
 
 def test_a_schema_of_any_depth_is_answered() -> None:

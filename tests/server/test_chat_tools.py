@@ -311,13 +311,36 @@ def test_with_a_form_for_the_answer_it_is_read_as_a_call_or_as_text(
         ("/v1/messages/count_tokens", {"messages": QUESTION, "tools": [{"name": "f"}]}),
     ],
 )
-@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": ["array", "null"]}, {"type": 5}, [], "object"])
-def test_parameters_that_are_no_object_are_refused_by_name(start: Serve, path: str, body: Json, schema: Any) -> None:
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"type": "string"}, {"type": ["array", "null"]}, {"type": 5}, [], "object", {"type": "strng"}),
+        {"$ref": "#/$defs/s", "$defs": {"s": {"type": "string"}}},
+        *({"const": 5}, {"enum": ["a", [1]]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        *(
+            {"oneOf": [{"type": "string"}, {"const": None}]},
+            {"allOf": [{"type": "string"}]},
+            {"allOf": [{"enum": [1]}]},
+        ),
+        {"allOf": [{"type": "object"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"type": "array"}]}}},
+        *({"$ref": "#/$defs/missing"}, {"properties": {"a": {"$ref": "#/$defs/missing"}}}),
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+        {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}},
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "strng"}}}},
+        {"type": "object", "properties": {"c": {"$ref": "#"}}, "required": ["c"]},
+    ],
+)
+@pytest.mark.parametrize("forced", [False, True])
+def test_parameters_that_are_no_object_are_refused_by_name(
+    start: Serve, path: str, body: Json, schema: Any, forced: bool
+) -> None:
     name = "input_schema" if "messages" in path else "parameters"
     tool = body["tools"][0]
     with_schema = {"function": {**tool["function"], name: schema}} if "function" in tool else {name: schema}
     url = str(start().base_url).removesuffix("/v1/")
-    response = httpx.post(f"{url}{path}", json={**body, "tools": [{**tool, **with_schema}]})
+    choice: Any = {"type": "any"} if path.startswith("/v1/messages") else "required"
+    fields = {"tool_choice": choice} if forced else {}
+    response = httpx.post(f"{url}{path}", json={**body, **fields, "tools": [{**tool, **with_schema}]})
     assert response.status_code == 400
     assert "tools.0" in response.json()["error"]["message"]
     assert name in response.json()["error"]["message"]
