@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import mini_sglang
+from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import ModelSource, resolve_model
 from tests import tiny
@@ -93,3 +94,10 @@ def browser() -> Iterator[Any]:
             pytest.skip(f"no Chromium that Playwright can run: {error.message.splitlines()[0]}")
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def compiler(builtin_tokenizer: Tokenizer) -> GrammarCompiler:
+    """Of the built-in model's vocabulary."""
+    vocabulary = Vocabulary.of(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
+    return GrammarCompiler(vocabulary, lambda text: builtin_tokenizer.encode(text, add_special_tokens=False))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, tool_call_grammar
+from mini_sglang.grammar.compiler import GrammarCompiler, tool_call_grammar
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.call_syntax import CallSyntax
 from mini_sglang.text.tokenizer import Tokenizer
@@ -36,12 +36,6 @@ Accepts = Callable[[SamplingParams, str], bool]
 
 def json_schema(schema: Any, **fields: Any) -> SamplingParams:
     return SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": schema, **fields}})
-
-
-@pytest.fixture(scope="module")
-def compiler(builtin_tokenizer: Tokenizer) -> GrammarCompiler:
-    vocabulary = Vocabulary.of(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
-    return GrammarCompiler(vocabulary, lambda text: builtin_tokenizer.encode(text, add_special_tokens=False))
 
 
 @pytest.fixture(scope="module")

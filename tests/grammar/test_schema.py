@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary, check_parameters, tool_call_grammar
+from mini_sglang.grammar.compiler import GrammarCompiler, check_parameters, tool_call_grammar
 from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.call_syntax import CallSyntax
@@ -27,12 +27,6 @@ def typed(schema: Any, *, strict: bool = False) -> SamplingParams:
     )
     params.validate()
     return params
-
-
-@pytest.fixture(scope="module")
-def compiler(builtin_tokenizer: Tokenizer) -> GrammarCompiler:
-    vocabulary = Vocabulary.of(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
-    return GrammarCompiler(vocabulary, lambda text: builtin_tokenizer.encode(text, add_special_tokens=False))
 
 
 @pytest.fixture(scope="module")

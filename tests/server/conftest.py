@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
+import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -239,3 +240,24 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServ
     """Servers on free ports, killed when the module's tests are over."""
     with ExitStack() as servers:
         yield lambda *options: servers.enter_context(run_server(tmp_path_factory.mktemp("server") / "log", *options))
+
+
+QUESTION = "Give an invented address as JSON."
+
+
+def chat(server: RunningServer, **fields: Any) -> httpx.Response:
+    response: httpx.Response = server.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": QUESTION}], **fields
+    )
+    return response
+
+
+def contents(response: httpx.Response) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [choice["message"]["content"] for choice in response.json()["choices"]]
+
+
+def complete(server: RunningServer, prompt: str, **fields: Any) -> str:
+    response = server.post("/v1/completions", prompt=prompt, temperature=0, **fields)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])

@@ -17,10 +17,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.server.conftest import StartServer
+from tests.server.conftest import QUESTION, StartServer, chat, complete, contents
 from tests.tiny import RunningServer
 
-QUESTION = "Give an invented address as JSON."
 ADDRESS = {
     "type": "object",
     "properties": {name: {"type": "string"} for name in ("city", "street", "zip")},
@@ -39,24 +38,6 @@ def server(start_server: StartServer) -> Any:
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
-def chat(server: RunningServer, **fields: Any) -> httpx.Response:
-    response: httpx.Response = server.post(
-        "/v1/chat/completions", messages=[{"role": "user", "content": QUESTION}], **fields
-    )
-    return response
-
-
-def contents(response: httpx.Response) -> list[str]:
-    assert response.status_code == 200, response.text
-    return [choice["message"]["content"] for choice in response.json()["choices"]]
-
-
-def complete(server: RunningServer, prompt: str, **fields: Any) -> str:
-    response = server.post("/v1/completions", prompt=prompt, temperature=0, **fields)
-    assert response.status_code == 200, response.text
-    return str(response.json()["choices"][0]["text"])
 
 
 def test_fifty_answers_fit_their_schema_and_free_ones_are_as_without_them(server: RunningServer) -> None:

@@ -12,10 +12,9 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from tests.server.conftest import StartServer
+from tests.server.conftest import QUESTION, StartServer, chat, complete, contents
 from tests.tiny import Checkpoints, RunningServer
 
-QUESTION = "Give an invented address as JSON."
 ADDRESS = {
     "type": "object",
     "properties": {name: {"type": "string"} for name in ("city", "street", "zip")},
@@ -29,24 +28,6 @@ ADDRESS_FORMAT = {"type": "json_schema", "json_schema": {"name": "address", "sch
 def server(start_server: StartServer, checkpoints: Checkpoints) -> Any:
     path = str(checkpoints.write(max_position_embeddings=4096).path)
     return start_server("--model", path, "--dtype", "float32", "--num-pages", "1024")
-
-
-def chat(server: RunningServer, **fields: Any) -> httpx.Response:
-    response: httpx.Response = server.post(
-        "/v1/chat/completions", messages=[{"role": "user", "content": QUESTION}], **fields
-    )
-    return response
-
-
-def contents(response: httpx.Response) -> list[str]:
-    assert response.status_code == 200, response.text
-    return [choice["message"]["content"] for choice in response.json()["choices"]]
-
-
-def complete(server: RunningServer, prompt: str, **fields: Any) -> str:
-    response = server.post("/v1/completions", prompt=prompt, temperature=0, **fields)
-    assert response.status_code == 200, response.text
-    return str(response.json()["choices"][0]["text"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
