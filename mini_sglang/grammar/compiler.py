@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.grammar.closing import EndingFinder
 from mini_sglang.grammar.digits import DigitLimit, NumberBound
-from mini_sglang.grammar.schema import SchemaError, followable, parameter_problem
+from mini_sglang.grammar.schema import SchemaError, bytes_alone, followable, parameter_problem
 from mini_sglang.sampling_params import Json, SamplingParams
 from mini_sglang.text.call_syntax import CallSyntax
 
@@ -306,7 +306,7 @@ def _prepared(entry: Json, blame: bool) -> Json:
     if "json_schema" not in entry:
         grammar = {"lark_grammar": entry["lark_grammar"]}
         if "field" in entry:  # tried alone, so that an error is not said to be of the tools
-            alone = LLMatcher(LLTokenizer("byte"), json.dumps({"grammars": [grammar]}), log_level=0, limits=_LIMITS)
+            alone = LLMatcher(bytes_alone(), json.dumps({"grammars": [grammar]}), log_level=0, limits=_LIMITS)
             if alone.is_error():
                 raise _refusal(entry["field"], alone.get_error())
         return {**name, **grammar}

@@ -201,13 +201,7 @@ class _Preparation:
             raise SchemaError(path, problem)
 
     def _string_keywords(self, given: Json, prepared: Json, path: str) -> None:
-        if "minLength" in given:
-            if given["minLength"] > _MAX_MIN_LENGTH:
-                self._refuse_if_strict(path, f"minLength may be at most {_MAX_MIN_LENGTH}")
-            else:
-                prepared["minLength"] = given["minLength"]
-        if "maxLength" in given:
-            prepared["maxLength"] = min(given["maxLength"], _MAX_LENGTH)
+        self._counts("Length", given, prepared, path, largest_least=_MAX_MIN_LENGTH, largest_most=_MAX_LENGTH)
         patterns = []
         if "pattern" in given and self._takes_pattern(given["pattern"], path, "pattern"):
             patterns.append(given["pattern"])
@@ -222,6 +216,19 @@ class _Preparation:
             prepared["pattern"] = patterns[0]
         if patterns[1:]:
             prepared.setdefault("allOf", []).append({"pattern": patterns[1]})
+
+    def _counts(
+        self, of: str, given: Json, prepared: Json, path: str, *, largest_least: int, largest_most: int
+    ) -> None:
+        """Keep `min…` and `max…`, as far as a grammar counts."""
+        least, most = f"min{of}", f"max{of}"
+        if least in given:
+            if given[least] > largest_least:
+                self._refuse_if_strict(path, f"{least} may be at most {largest_least}")
+            else:
+                prepared[least] = given[least]
+        if most in given:
+            prepared[most] = min(given[most], largest_most)
 
     def _takes_pattern(self, pattern: Any, path: str, keyword: str) -> bool:
         """Whether a grammar holds it. Raises SchemaError if it is a regular expression in no dialect."""
@@ -251,13 +258,7 @@ class _Preparation:
             ]
         if rest is not None:
             prepared["items"] = self._schema(rest, f"{path}[]", depth + 1)
-        if "minItems" in given:
-            if given["minItems"] > _MAX_ITEMS:
-                self._refuse_if_strict(path, f"minItems may be at most {_MAX_ITEMS}")
-            else:
-                prepared["minItems"] = given["minItems"]
-        if "maxItems" in given:
-            prepared["maxItems"] = min(given["maxItems"], _MAX_ITEMS)
+        self._counts("Items", given, prepared, path, largest_least=_MAX_ITEMS, largest_most=_MAX_ITEMS)
 
     def _object_keywords(self, given: Json, prepared: Json, path: str, depth: int) -> None:
         required = given.get("required", [])
@@ -606,14 +607,15 @@ def _without_empty_patterns(
 
 
 @cache
-def _bytes_alone() -> LLTokenizer:
+def bytes_alone() -> LLTokenizer:
+    """A vocabulary of single bytes, to find out what a grammar takes without a model."""
     return LLTokenizer("byte")
 
 
 def _matcher(schema: Json) -> LLMatcher:
     options = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
     grammar = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
-    return LLMatcher(_bytes_alone(), grammar, log_level=0)
+    return LLMatcher(bytes_alone(), grammar, log_level=0)
 
 
 def _problem_of(schema: Json) -> str:
