@@ -85,6 +85,12 @@ def text_parts(*kinds: str) -> BeforeValidator:
     return BeforeValidator(join)
 
 
+def kind_of(item: Any) -> str:
+    """The type that a client has written into a part of a conversation; empty if there is none."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return kind if isinstance(kind, str) else ""
+
+
 def only_functions(*types: str | None) -> BeforeValidator:
     """Leave out tools of other types than these, which only their vendor runs, while there are any of these types."""
 

@@ -66,12 +66,7 @@ def _readable(content: Any) -> Any:
     """A list of blocks without those that are left out, and with the text of those that are text in another form."""
     if not isinstance(content, list) or len(content) > fields.MAX_MESSAGES:
         return content
-    return [_as_text(block) for block in content if not (isinstance(block, dict) and _kind(block) in _LEFT_OUT)]
-
-
-def _kind(block: Json) -> str:
-    kind = block.get("type")
-    return kind if isinstance(kind, str) else ""
+    return [_as_text(block) for block in content if fields.kind_of(block) not in _LEFT_OUT]
 
 
 def _as_text(block: Any) -> Any:

@@ -50,17 +50,12 @@ def _typed_items(value: Any) -> Any:
     if not isinstance(value, list) or len(value) > fields.MAX_MESSAGES:
         return value
     items = ({"type": "message", **item} if isinstance(item, dict) else item for item in value)
-    return [_as_function(item) for item in items if not (isinstance(item, dict) and _kind(item) in _LEFT_OUT)]
-
-
-def _kind(item: Json) -> str:
-    kind = item["type"]
-    return kind if isinstance(kind, str) else ""
+    return [_as_function(item) for item in items if fields.kind_of(item) not in _LEFT_OUT]
 
 
 def _as_function(item: Any) -> Any:
     """The call of a vendor's tool, or its result, as that of a function; other items as they are."""
-    kind = _kind(item) if isinstance(item, dict) else ""
+    kind = fields.kind_of(item)
     common = {name: item[name] for name in ("call_id", "status") if item.get(name) is not None} if kind else {}
     if kind in _CALLS:
         arguments = json.dumps({_CALLS[kind]: item.get(_CALLS[kind])})
