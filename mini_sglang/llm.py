@@ -21,9 +21,9 @@ from mini_sglang.config import DEFAULT_MODEL, EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenOutput
-from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.sampling_params import MAX_SALT_LENGTH, PRIORITIES, SamplingParams
 from mini_sglang.text.call_syntax import syntax_of
-from mini_sglang.text.conversation import template_messages, template_tools
+from mini_sglang.text.conversation import is_list, template_messages, template_tools
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.text.tool_prompt import render_chat
@@ -33,7 +33,6 @@ from mini_sglang.weights.hub import find_model
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Conversation = Sequence[Message]
-MAX_SALT_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,20 +314,16 @@ def _of_prompt(name: str, error: FieldError) -> FieldError:
     return FieldError(f"{name}: {error.field}", error.problem, *error.others)
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
-
-
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if not _is_list(prompts):
+    if not is_list(prompts):
         return [prompts]  # type: ignore[list-item]
     if not prompts or isinstance(prompts[0], Sequence):
-        return list(prompts)  # type: ignore[arg-type]
-    return [prompts]  # type: ignore[list-item]
+        return list(prompts)
+    return [prompts]
 
 
 def _checked_ids(prompt: object, name: str) -> list[int]:
-    if not isinstance(prompt, Sequence) or not _is_list(prompt):
+    if not is_list(prompt):
         raise FieldError(name, f"must be a string or a list of token ids, got {shorten(prompt)}")
     for token_id in prompt:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
@@ -338,7 +333,7 @@ def _checked_ids(prompt: object, name: str) -> list[int]:
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> dict[str, Conversation]:
     """Conversations by the names that errors use; what is no list of lists counts as one conversation."""
-    if _is_list(messages) and messages and _is_list(messages[0]):
+    if is_list(messages) and messages and is_list(messages[0]):
         return {f"messages[{index}]": conversation for index, conversation in enumerate(messages)}  # type: ignore[misc]
     return {"messages": messages}  # type: ignore[dict-item]
 
@@ -357,7 +352,7 @@ def _make_asks(
         if not isinstance(item, SamplingParams):
             raise FieldError("sampling_params", f"must be SamplingParams or a list of them, got {shorten(item)}")
     for number in priorities:
-        if isinstance(number, bool) or not isinstance(number, int) or not -(2**31) <= number < 2**31:
+        if isinstance(number, bool) or not isinstance(number, int) or number not in PRIORITIES:
             raise FieldError("priority", f"must be an integer of 32 bits, got {shorten(number)}")
     for salt in salts:
         if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH:
@@ -367,7 +362,7 @@ def _make_asks(
 
 def _for_each(field: str, value: Any, count: int) -> list[Any]:
     """The one value for all, or the list with one for each."""
-    if not _is_list(value):
+    if not is_list(value):
         return [value] * count
     if len(value) != count:
         raise FieldError(field, f"must be one for all or one for each of {count} prompts, got {len(value)}")

@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
+MAX_SALT_LENGTH = 256  # characters of a request's cache_salt
+PRIORITIES = range(-(2**31), 2**31)  # that a request may have
 MAX_GRAMMAR_LENGTH = 1 << 18  # characters of a schema as JSON, or of another grammar
 MAX_GRAMMAR_CHOICES = 4096
 

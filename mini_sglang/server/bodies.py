@@ -14,10 +14,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mini_sglang.errors import FieldError, shorten
-from mini_sglang.sampling_params import Json
+from mini_sglang.sampling_params import MAX_SALT_LENGTH, PRIORITIES, Json
 from mini_sglang.server import fields
 
-MAX_SALT_LENGTH = 256
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -40,7 +39,8 @@ class JobBody(Body):
     """The fields of every route that generates, without the sampling parameters."""
 
     stream: bool | None = None
-    priority: int = Field(default=0, ge=-(2**31), lt=2**31)  # smaller runs first under `--schedule priority`
+    # Smaller ones run first under `--schedule priority`.
+    priority: int = Field(default=0, ge=PRIORITIES.start, lt=PRIORITIES.stop)
     # Requests share cached prefixes only with equal salts.
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
 

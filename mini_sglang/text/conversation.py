@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 from transformers.utils import get_json_schema
@@ -18,13 +18,18 @@ from mini_sglang.sampling_params import Json
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a caller may have meant a list: texts and bytes are sequences too, and meant as one."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
 def template_messages(messages: object, name: str) -> list[Json]:
     """The messages of one conversation as templates take them. Raises FieldError that begins with `name`.
 
     Content may be a list of text parts, and null or absent in an assistant's message; arguments of tool calls may be
     JSON text; `developer` is another word for `system`, `reasoning` for `reasoning_content`; null is an absent field.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes, bytearray)):
+    if not is_list(messages):
         raise FieldError(name, f"must be a list of messages, got {shorten(messages)}")
     if not messages:
         raise FieldError(name, "must not be empty")

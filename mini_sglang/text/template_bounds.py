@@ -11,8 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
@@ -30,12 +29,10 @@ MOST_WIDTH = 1 << 16  # that text may be padded or indented to
 _spent = threading.local()
 
 
-@contextmanager
-def counting() -> Iterator[None]:
-    """Count anew what templates of this thread spend, for the block."""
+def count_anew() -> None:
+    """Forget what templates of this thread have spent, before the next one is rendered."""
     _spent.rounds = _spent.characters = 0
     _spent.end = time.thread_time() + MOST_SECONDS
-    yield
 
 
 def bounded_source(source: str) -> str:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.errors import FieldError
-from mini_sglang.text.template_bounds import bounded_source, counting
+from mini_sglang.text.template_bounds import bounded_source, count_anew
 from mini_sglang.weights.gguf_config import gguf_end_token_ids
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
@@ -122,15 +122,16 @@ class Tokenizer:
         if refused := sorted(template_kwargs.keys() & _RESERVED_ARGUMENTS):
             raise FieldError("chat_template_kwargs", f"must not hold {', '.join(refused)}")
         try:
-            with counting():
-                text = self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    chat_template=bounded_source(self._tokenizer.get_chat_template(None, template_kwargs.get("tools"))),
-                    **template_kwargs,
-                )
+            source = self._tokenizer.get_chat_template(None, template_kwargs.get("tools"))
+            count_anew()
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                chat_template=bounded_source(source),
+                **template_kwargs,
+            )
         except Exception as error:  # a template is a program: with some messages it may fail in any way
             problem = f"are not accepted by the model's chat template: {str(error)[:200]}"
             raise FieldError("messages", problem) from error
