@@ -169,11 +169,13 @@ def test_with_tools_and_a_form_the_other_routes_do_the_same(server: RunningServe
         answer = server.post(
             "/v1/responses",
             input=QUESTION,
+            temperature=0,
             max_output_tokens=100,
             tools=[{"type": "function", **ADDRESS_TOOL}],
             tool_choice=choice,
             text={"format": typed},
         ).json()
+        assert answer["status"] == "completed"
         kinds = {item["type"] for item in answer["output"]}
         assert kinds == {"function_call" if choice == "required" else "message"} or choice == "auto"
         for item in answer["output"]:
@@ -183,11 +185,13 @@ def test_with_tools_and_a_form_the_other_routes_do_the_same(server: RunningServe
         answer = server.post(
             "/v1/messages",
             messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
             max_tokens=100,
             tools=[{"name": "save_address", "input_schema": ADDRESS}],
             tool_choice={"type": choice},
             output_config={"format": {"type": "json_schema", "schema": ADDRESS}},
         ).json()
+        assert answer["stop_reason"] != "max_tokens"
         for block in answer["content"]:
             if block["type"] == "text":
                 assert choice != "any"
