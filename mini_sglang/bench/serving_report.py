@@ -36,7 +36,7 @@ def serving_report(
     """
     if highest is not None:
         around = [result for result in results if result.rate in (highest.rate, highest.failed_rate)]
-        return [*_search_lines(config, highest), *_side_by_side(results), *_details(config, around)]
+        return [*_search_lines(config, results, highest), *_side_by_side(results), *_details(config, around)]
     details = _details(config, results)
     return [*details, *_side_by_side(results)] if len(results) > 1 else details
 
@@ -56,23 +56,28 @@ def _details(config: ServingConfig, results: Sequence[Figures]) -> list[Table | 
 
 def headline(highest: HighestRate) -> str:
     """What a search found, in one line."""
-    what = f"highest rate with >= {_percent(highest.good)} good"
+    what = f"highest rate with >= {_asked(highest)} good"
     if highest.rate is None:
         return f"{what}: none, {highest.failed_rate:g} requests/s is too high already"
     if highest.failed_rate is None:
-        return f"{what}: at least {highest.rate:g} requests/s, the highest that was measured"
+        return f"{what}: at least {highest.rate:g} requests/s, the highest measured"
     return f"{what}: {highest.rate:g} requests/s"
 
 
-def _search_lines(config: ServingConfig, highest: HighestRate) -> list[str]:
-    limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in config.slos().items())
-    sides = ((highest.rate, highest.good_share), (highest.failed_rate, highest.failed_share))
-    shares = [f"{share:.1%} at {rate:g} requests/s" for rate, share in sides if rate is not None and share is not None]
-    return [headline(highest), f"good: {', '.join(shares)} ({limits})"]
+def _search_lines(config: ServingConfig, results: Sequence[Figures], highest: HighestRate) -> list[str]:
+    """What was found, the rates on both sides of it and those that passed by luck, and what good means."""
+    lines = [headline(highest)]
+    for result in results:
+        share, rate = result.good_share or 0.0, result.rate or 0.0
+        lucky = highest.failed_rate is not None and rate > highest.failed_rate and share >= highest.good
+        if lucky or rate in (highest.rate, highest.failed_rate):
+            ending = ", which does not count above a rate that failed" if lucky else ""
+            lines.append(f"at {rate:g} requests/s {share:.1%} of {result.num_requests:g} requests are good{ending}")
+    return [*lines, "good: " + ", ".join(f"{name} <= {limit:g} ms" for name, limit in config.slos().items())]
 
 
-def _percent(share: float) -> str:
-    return f"{share * 100:g} %"
+def _asked(highest: HighestRate) -> str:
+    return f"{highest.good * 100:g} %"
 
 
 def _table_of(figures: Figures) -> Table:
@@ -95,10 +100,10 @@ def _lines_of(figures: Figures) -> list[str]:
     """Throughput, errors, and what the generator took."""
     cached = "" if figures.cached_share is None else f" ({figures.cached_share:.1%} cached)"
     goodput = "" if figures.goodput is None else f", {figures.goodput:,.2f} within the SLO (goodput)"
-    goodput += "" if figures.good_share is None else f"; {figures.good_share:.1%} of the requests are good"
+    good = "" if figures.good_share is None else f", {figures.good_share:.1%} good"
     late = 0.0 if figures.late_ms is None else figures.late_ms.max
     return [
-        f"{figures.num_completed:g} of {figures.num_requests:g} requests in {figures.seconds:.2f} s",
+        f"{figures.num_completed:g} of {figures.num_requests:g} requests in {figures.seconds:.2f} s{good}",
         f"requests/s: {figures.requests_per_second:,.2f}{goodput}",
         f"tokens/s: {figures.input_tokens_per_second:,.1f} in{cached}, {figures.output_tokens_per_second:,.1f} out",
         *(f"{count:g} failed: {kind} {figures.details.get(kind, '')[:200]}" for kind, count in figures.errors.items()),
@@ -108,17 +113,18 @@ def _lines_of(figures: Figures) -> list[str]:
 
 
 def _rates_table(results: Sequence[Figures]) -> Table:
-    columns = ("sent/s", "done/s", "good/s", "good", "TTFT p50", "p99", "ITL p50", "p99", "tokens/s", "errors")
+    columns = ("sent/s", "done/s", "good/s", "good %", "TTFT p50", "p99", "ITL p50", "p99", "tokens /s", "errors")
     made = table("", *columns, names=False)
+    made.pad_edge, made.collapse_padding = False, True  # fits 80 characters
     for figures in results:
         ttft, itl = figures.ttft_ms, figures.itl_ms
         made.add_row(
             f"{figures.rate:g}",
             f"{figures.requests_per_second:,.2f}",
             "–" if figures.goodput is None else f"{figures.goodput:,.2f}",
-            "–" if figures.good_share is None else f"{figures.good_share:.1%}",
+            "–" if figures.good_share is None else f"{figures.good_share * 100:.1f}",
             *(_short(part) for of in (ttft, itl) for part in ((of.p50, of.p99) if of else (None, None))),
-            f"{figures.output_tokens_per_second:,.1f}",
+            _short(figures.output_tokens_per_second),
             f"{sum(figures.errors.values()):g}",
         )
     return made
@@ -165,11 +171,12 @@ def _plot_good(axis: Any, rates: Sequence[Any], shares: Sequence[float | None], 
     """The share of good requests, the share asked for, and the rate found."""
     percent = [float("nan") if share is None else share * 100 for share in shares]
     axis.plot(rates, percent, marker="o", label="good requests")
-    axis.set(title="good requests, %", ylim=(-4, 104))
+    axis.set(title="good requests", ylabel="%", xlabel="requests/s sent", ylim=(-4, 104))
+    axis.tick_params(labelbottom=True)
     if highest is None:
         return
     axis.set(title=headline(highest))
-    axis.axhline(highest.good * 100, color="grey", linestyle="dashed", label=f"{_percent(highest.good)} asked for")
+    axis.axhline(highest.good * 100, color="grey", linestyle="dashed", label=f"{_asked(highest)} asked for")
     if highest.rate is not None:
         axis.axvline(highest.rate, color="tab:green", label=f"{highest.rate:g} requests/s")
 
