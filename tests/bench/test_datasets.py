@@ -150,6 +150,14 @@ def test_a_file_of_another_kind_is_refused(
         load(dataset=dataset, dataset_path=str(tmp_path / "data"), tokenizer=model)
 
 
+def test_runs_differ_in_their_tokens_alone() -> None:
+    fields = {"input_length": "5:90", "output_length": "2:30", "num_requests": 20}
+    first, second = load(0, **fields), load(1, **fields)
+    assert [request.output_length for request in first] == [request.output_length for request in second]
+    assert [len(prompt) for prompt in prompts(first)] == [len(prompt) for prompt in prompts(second)]
+    assert all(one != other for one, other in zip(prompts(first), prompts(second), strict=True))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
