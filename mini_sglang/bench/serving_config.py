@@ -12,11 +12,20 @@ from mini_sglang.bench.slo import read_limits
 
 AUTO = "auto"  # a sweep that chooses its rates
 MOST_REQUESTS = 20_000  # of a run that judges a rate
-_LEAST_NOT_GOOD, _LEAST_SECONDS = 10, 20.0  # such a run is long enough for both, see `num_requests_at`
+_LEAST_NOT_GOOD, _LEAST_SECONDS = 10, 20.0  # such a run is long enough for both
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+def enough_requests(rate: float, good: float) -> int:
+    """How many requests it takes to judge a rate, in requests/s, by the share that is good.
+
+    Enough for 10 to miss the limits (200 at 95 %, 1,000 at most), and 20 s of arrivals: the first find an empty server.
+    """
+    share = round(_LEAST_NOT_GOOD / max(1 - good, 0.01))
+    return min(MOST_REQUESTS, max(share, math.ceil(_LEAST_SECONDS * rate)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +132,10 @@ class ServingConfig:
             raise ValueError(f"good needs rates that are finite and different, got {self.sweep!r}")
 
     def num_requests_at(self, rate: float | None) -> int | None:
-        """How many of the data set's requests a run at `rate` sends; None: all.
-
-        To judge a rate it takes enough for 10 to miss the limits (200 at 95 %, 1,000 at most), and 20 s of arrivals,
-        since the first requests find an empty server.
-        """
+        """How many of the data set's requests a run at `rate` sends; None: all."""
         if self.good is None or rate is None or self.num_requests is not None:
             return None
-        enough = round(_LEAST_NOT_GOOD / max(1 - self.good, 0.01))
-        return min(MOST_REQUESTS, max(enough, math.ceil(_LEAST_SECONDS * rate)))
+        return enough_requests(rate, self.good)
 
     @property
     def rates(self) -> list[float | None]:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mini_sglang.bench.output import load_pyplot, table
 from mini_sglang.bench.rate_search import HighestRate
-from mini_sglang.bench.serving_config import ServingConfig
+from mini_sglang.bench.serving_config import ServingConfig, enough_requests
 from mini_sglang.bench.serving_figures import Distribution, Figures
 
 _ROWS = {
@@ -65,15 +65,19 @@ def headline(highest: HighestRate) -> str:
 
 
 def _search_lines(config: ServingConfig, results: Sequence[Figures], highest: HighestRate) -> list[str]:
-    """What was found, the rates on both sides of it and those that passed by luck, and what good means."""
-    lines = [headline(highest)]
+    """What was found, the rates on both sides of it and those that passed by luck, what good means, and any doubt."""
+    lines, doubt = [headline(highest)], ""
     for result in results:
         share, rate = result.good_share or 0.0, result.rate or 0.0
         lucky = highest.failed_rate is not None and rate > highest.failed_rate and share >= highest.good
         if lucky or rate in (highest.rate, highest.failed_rate):
             ending = ", which does not count above a rate that failed" if lucky else ""
             lines.append(f"at {rate:g} requests/s {share:.1%} of {result.num_requests:g} requests are good{ending}")
-    return [*lines, "good: " + ", ".join(f"{name} <= {limit:g} ms" for name, limit in config.slos().items())]
+        if rate == highest.rate and result.num_requests < (enough := enough_requests(rate, highest.good)):
+            seconds = result.num_requests / rate
+            doubt = f"{result.num_requests:g} requests are {seconds:.1f} s of it; {enough} would tell whether it lasts"
+    lines.append("good: " + ", ".join(f"{name} <= {limit:g} ms" for name, limit in config.slos().items()))
+    return [*lines, doubt] if doubt else lines
 
 
 def _asked(highest: HighestRate) -> str:

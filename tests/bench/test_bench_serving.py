@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -86,6 +87,8 @@ def test_a_search_finds_what_a_server_with_few_slots_can_do(
     assert lines[0] == f"highest rate with >= 90 % good: {found['rate']:g} requests/s"
     assert lines[1].startswith(f"at {found['rate']:g} requests/s {found['good_share']:.1%} of 60 requests are good")
     assert lines[3] == "good: ttft <= 150 ms, itl_p99 <= 1000 ms"
+    seconds, enough = 60 / found["rate"], max(100, math.ceil(20 * found["rate"]))
+    assert lines[4] == f"60 requests are {seconds:.1f} s of it; {enough} would tell whether it lasts"
     assert max(map(len, lines)) <= 80
     assert len({result["input_tokens"]["mean"] for result in figures["results"]}) == 1  # the same work at each rate
 
@@ -99,7 +102,9 @@ def test_a_search_says_that_the_lowest_rate_is_too_high(
         "good": 0.95, "rate": None, "good_share": None, "failed_rate": 50, "failed_share": 0,
     }  # fmt: skip
     assert [result["rate"] for result in figures["results"]] == [50, 100]
-    assert "highest rate with >= 95 % good: none, 50 requests/s is too high already\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "would tell" not in text
+    assert "highest rate with >= 95 % good: none, 50 requests/s is too high already\n" in text
 
 
 def test_a_search_without_rates_says_that_the_highest_still_passes(
