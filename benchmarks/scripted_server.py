@@ -1,6 +1,7 @@
 """A server that answers /v1/completions with known latencies, to test load generators against.
 
-Times to first token are log-normal, gaps between tokens a gamma distribution, both drawn from a seed. It notes when it
+Times to first token are log-normal, gaps between tokens a gamma distribution, both drawn from a seed. With `--slots N`
+it answers N requests at a time, and the next wait their turn. It notes when it
 had read each request and when it wrote each token; GET /record returns that as JSON, [[read, token, token, ...], ...],
 in seconds. A prompt that begins with "fail" gets a 500, with "cut" two tokens and a closed connection, with "error" an
 error in the stream.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import heapq
 import json
 import time
 from typing import Any
@@ -26,16 +28,27 @@ ERROR = b'data: {"error":{"message":"the step failed","type":"server_error"}}\n\
 class Script:
     """The latencies to come, and a record of those that were."""
 
-    def __init__(self, seed: int, ttft_ms: float, itl_ms: float) -> None:
+    def __init__(self, seed: int, ttft_ms: float, itl_ms: float, slots: int | None = None) -> None:
         self._rng = np.random.default_rng(seed)
         self._ttft_s, self._itl_s = ttft_ms / 1e3, itl_ms / 1e3
+        self._free_at = None if slots is None else [0.0] * slots  # a heap: when each slot has ended what it has
         self.record: list[list[float]] = []
 
     def token_delays(self, count: int) -> list[float]:
         """Seconds from the request to each of its tokens."""
         first = self._rng.lognormal(np.log(self._ttft_s), 0.4)
         gaps = self._rng.gamma(4.0, self._itl_s / 4.0, count - 1)
-        return [float(delay) for delay in np.cumsum([first, *gaps])]
+        delays = np.cumsum([first, *gaps])
+        return [float(delay) for delay in delays + self._turn(float(delays[-1]))]
+
+    def _turn(self, seconds: float) -> float:
+        """Take a slot for that long, and return how long it takes until one is free."""
+        if self._free_at is None:
+            return 0.0
+        now = time.perf_counter()
+        start = max(now, self._free_at[0])
+        heapq.heapreplace(self._free_at, start + seconds)
+        return start - now
 
 
 class Connection(asyncio.Protocol):
@@ -117,8 +130,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ttft-ms", type=float, default=80.0, help="median time to the first token")
     parser.add_argument("--itl-ms", type=float, default=20.0, help="mean time between tokens")
+    parser.add_argument("--slots", type=int, help="requests answered at a time (default: all)")
     args = parser.parse_args()
-    asyncio.run(serve(args.port, Script(args.seed, args.ttft_ms, args.itl_ms)))
+    asyncio.run(serve(args.port, Script(args.seed, args.ttft_ms, args.itl_ms, args.slots)))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,10 @@ def add_fields(
     leave_out: set[str] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> None:
-    """One option for each field of the dataclass; only those given, or named in `defaults`, end up in the namespace."""
+    """One option for each field of the dataclass; only those given, or named in `defaults`, end up in the namespace.
+
+    Fields have their `help` as metadata, and `bare` if the option may stand without a value: it means that value then.
+    """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
@@ -71,6 +74,7 @@ def add_fields(
             default=(defaults or {}).get(field.name, argparse.SUPPRESS),
             help=help.replace("%", "%%"),
             **_value_arguments(hints[field.name]),
+            **({"nargs": "?", "const": field.metadata["bare"]} if "bare" in field.metadata else {}),
         )
         if field.name == "run_ahead":
             group.add_argument(

@@ -1,7 +1,8 @@
 """Where the requests of a load come from: random tokens, recorded chats, recorded traffic.
 
-Everything is a function of settings and seed; another seed gives other tokens, or another choice of chats. Knows
-nothing of servers but whether they take messages.
+Everything is a function of settings and seed; another seed of a run gives other tokens, or another choice of chats.
+Lengths that are drawn follow the settings' seed, so that runs at two rates differ in their tokens alone. Knows nothing
+of servers but whether they take messages.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import numpy as np
 
 from mini_sglang.bench.apis import Message, Prompt
 from mini_sglang.bench.load_generator import LoadRequest
-from mini_sglang.bench.serving_config import ServingConfig
+from mini_sglang.bench.serving_config import MOST_REQUESTS, ServingConfig
 from mini_sglang.bench.traces import TraceRow, read_trace
 
 if TYPE_CHECKING:
     from mini_sglang.text.tokenizer import Tokenizer
 
-Requests = Callable[[int], list[LoadRequest]]  # of a seed
+Requests = Callable[[int], list[LoadRequest]]  # of a run's seed
 _RANDOM_COUNT = 100
 _RANDOM_OUTPUT = range(128, 129)
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -70,8 +71,8 @@ def _random(config: ServingConfig, spell: Callable[[list[int]], Prompt]) -> Requ
         return spell(prefix + draw(seed, 1, number, count=length - config.shared_prefix))
 
     def requests(seed: int) -> list[LoadRequest]:
-        rng = np.random.default_rng(seed)
-        count = config.num_requests or _RANDOM_COUNT
+        rng = np.random.default_rng(config.seed)
+        count = config.num_requests or (_RANDOM_COUNT if config.good is None else MOST_REQUESTS)
         groups = rng.integers(config.prefix_groups, size=count)
         ins, outs = rng.integers(lengths.start, lengths.stop, count), rng.integers(outputs.start, outputs.stop, count)
         return [
@@ -97,7 +98,7 @@ def _traffic(config: ServingConfig, rows: list[TraceRow], spell: Callable[[list[
     indices = {row.chat_id: index for index, row in enumerate(rows) if row.chat_id is not None}
 
     def requests(seed: int) -> list[LoadRequest]:
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(config.seed)
 
         def request(index: int, row: TraceRow) -> LoadRequest:
             parent = indices.get(row.parent_chat_id) if row.parent_chat_id is not None else None

@@ -53,6 +53,16 @@ class Outcome:
         """Seconds per token after the first."""
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
+    @property
+    def itl_p99(self) -> float | None:
+        """The 99th percentile of the request's own inter-token latencies, interpolated."""
+        return float(np.percentile(self.gaps, 99)) if len(self.gaps) else None
+
+    @property
+    def itl_max(self) -> float | None:
+        """The longest pause between two tokens."""
+        return float(self.gaps.max()) if len(self.gaps) else None
+
 
 @dataclass(frozen=True)
 class Load:

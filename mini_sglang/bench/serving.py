@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from mini_sglang.bench.http_client import NOT_CONNECTED, Exchange, HttpClient
 from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress, arrival_times
 from mini_sglang.bench.output import load_pyplot, progress_bar, show
 from mini_sglang.bench.queue_time import QueueTimes
+from mini_sglang.bench.rate_search import HighestRate, next_rate
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.bench.serving_figures import Figures, figures_of, medians
 from mini_sglang.bench.serving_report import plot_rates, serving_report
@@ -42,37 +43,69 @@ def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_
         load_pyplot()
     runs = asyncio.run(measure(config, open_dataset(config)))
     results = [medians(of_rate) for of_rate in runs]
+    highest = None if config.good is None else HighestRate.of(_shares(results), config.good)
     public = dataclasses.replace(config, api_key=None, header=())  # these may be secret
-    show(serving_report(config, results), {"config": public, "results": results, "runs": runs}, json_path)
+    figures = {"config": public, "highest_rate": highest, "results": results, "runs": runs}
+    show(serving_report(config, results, highest), figures, json_path)
     if plot_path is not None:
-        plot_rates(plot_path, results)
+        plot_rates(plot_path, results, highest)
     return any(result.num_completed for result in results)
 
 
 async def measure(config: ServingConfig, requests: Requests) -> list[list[Figures]]:
-    """The figures of each run at each rate. Raises ConnectionError if the server does not answer at all."""
+    """The figures of each run at each rate, a search's by rising rate.
+
+    Raises ConnectionError if the server does not answer at all.
+    """
     _allow_many_connections()
     async with HttpClient(config.url, config.headers(), timeout_s=config.timeout) as client:
         model = await _model(config, client)
         sampling = Sampling(model, config.temperature, config.ignore_eos, config.extra_fields())
         runs: list[list[Figures]] = []
-        for rate in config.rates:
+
+        async def measure_at(rate: float | None) -> None:
             runs.append([])
-            for _ in range(config.repeats):
+            for repeat in range(config.repeats):
                 seed = config.seed + sum(map(len, runs))  # so that no run finds the prompts of another in a cache
-                runs[-1].append(await _measure_once(config, client, sampling, requests, rate, seed))
-        return runs
+                times = config.seed + repeat  # but at every rate they come in the same rhythm
+                runs[-1].append(await _measure_once(config, client, sampling, requests, rate, seed, times))
+
+        for rate in config.rates:
+            await measure_at(rate)
+        while config.good is not None and (rate := _rate_to_try(config, config.good, runs)) is not None:
+            await measure_at(rate)
+        return runs if config.good is None else sorted(runs, key=lambda of_rate: of_rate[0].rate or 0.0)
+
+
+def _rate_to_try(config: ServingConfig, good: float, runs: Sequence[Sequence[Figures]]) -> float | None:
+    """Where the search goes on; None where it ends, as with a server that answers nothing at all."""
+    if runs and not any(run.num_completed for run in runs[-1]):
+        return None
+    return next_rate(_shares([medians(of_rate) for of_rate in runs]), good, listed=bool(config.rates))
+
+
+def _shares(results: Sequence[Figures]) -> dict[float, float]:
+    """The share of good requests by rate."""
+    return {result.rate or 0.0: result.good_share or 0.0 for result in results}
 
 
 async def _measure_once(
-    config: ServingConfig, client: HttpClient, sampling: Sampling, requests: Requests, rate: float | None, seed: int
+    config: ServingConfig,
+    client: HttpClient,
+    sampling: Sampling,
+    requests: Requests,
+    rate: float | None,
+    seed: int,
+    times: int,
 ) -> Figures:
+    """A run of its own; `seed` is that of its requests, `times` that of their arrivals."""
     if config.flush_cache:
         _check(await client.post("/flush_cache", b"{}"), "POST /flush_cache")
     if config.warmup:
         await _load(config, client, sampling, requests(seed + _OTHER_DATA)[: config.warmup], concurrency=config.warmup)
     before = await _queue_times(client)
-    load = await _load(config, client, sampling, requests(seed), concurrency=config.concurrency, rate=rate, seed=seed)
+    sent = requests(seed)[: config.num_requests_at(rate)]
+    load = await _load(config, client, sampling, sent, concurrency=config.concurrency, rate=rate, seed=times)
     after = await _queue_times(client)
     waited = after.since(before) if before is not None and after is not None else None
     return figures_of(load, rate=rate, slos=config.slos(), queue_ms=waited)
@@ -88,7 +121,7 @@ async def _load(
     rate: float | None = None,
     seed: int = 0,
 ) -> Load:
-    """All of `requests`: in a closed loop, at a rate, or at the times of their trace."""
+    """All of `requests`: in a closed loop, at a rate, at times drawn from `seed`, or at the times of their trace."""
     what = "requests" if rate is None else f"{rate:g} requests/s"
     with _progress(len(requests), what) as on_progress:
         generator = LoadGenerator(client, APIS[config.api], sampling, requests, on_progress)

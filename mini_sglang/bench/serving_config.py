@@ -8,9 +8,24 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mini_sglang.bench.slo import read_limits
 
-def _option(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+AUTO = "auto"  # a sweep that chooses its rates
+MOST_REQUESTS = 20_000  # of a run that judges a rate
+_LEAST_NOT_GOOD, _LEAST_SECONDS = 10, 20.0  # such a run is long enough for both
+
+
+def _option(default: Any, help: str, **metadata: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+def enough_requests(rate: float, good: float) -> int:
+    """How many requests it takes to judge a rate, in requests/s, by the share that is good.
+
+    Enough for 10 to miss the limits (200 at 95 %, 1,000 at most), and 20 s of arrivals: the first find an empty server.
+    """
+    share = round(_LEAST_NOT_GOOD / max(1 - good, 0.01))
+    return min(MOST_REQUESTS, max(share, math.ceil(_LEAST_SECONDS * rate)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +48,9 @@ class ServingConfig:
         "random", "random tokens; ShareGPT's JSON; chats as JSONL (WildChat); a trace: Mooncake, Qwen-Bailian, Azure"
     )
     dataset_path: str | None = _option(None, "file of the data set")
-    num_requests: int | None = _option(None, "requests of a run; none: 100 random ones, or all of the file")
+    num_requests: int | None = _option(
+        None, "requests of a run; none: 100 random ones, or all of the file; with --good: 200 (95 %) or 20 s of them"
+    )
     input_length: str = _option("512", "random: prompt tokens, one number or LOW:HIGH (uniform), prefix included")
     output_length: str | None = _option(
         None, "tokens to generate, one number or LOW:HIGH; none: 128 if random, else those of the data set"
@@ -55,14 +72,19 @@ class ServingConfig:
     concurrency: int | None = _option(None, "closed loop: keep so many requests under way")
     replay: bool = _option(False, "trace: send at the times of the trace, a turn not before the answer it follows")
     speed: float = _option(1.0, "replay: factor on the trace's speed")
-    sweep: str | None = _option(None, "measure at each of these rates, as 1,2,4")
+    sweep: str | None = _option(
+        None, "measure at each of these rates, as 1,2,4; with --good none are needed: they double from 1", bare=AUTO
+    )
+    good: float | None = _option(
+        None, "sweep: find the highest rate, to 5 %, at which this share of the requests keeps --slo, as 0.95"
+    )
 
     warmup: int = _option(4, "requests before each run that do not count")
     repeats: int = _option(1, "runs, with other random tokens each; medians are reported")
     flush_cache: bool = _option(False, "POST /flush_cache before each run")
     seed: int = _option(0, "of everything that is random")
     slo: str | None = _option(
-        None, "limits in ms that a good request keeps, as ttft=500,itl=50; also tpot and e2e; itl is a request's p99"
+        None, "limits in ms on a good request's own latencies, as ttft=500,itl_p99=50; also itl_max, tpot and e2e"
     )
 
     def __post_init__(self) -> None:
@@ -86,14 +108,42 @@ class ServingConfig:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if any(not rate > 0 for rate in self.rates if rate is not None):
             raise ValueError(f"rates must be above 0 requests/s, got {self.sweep or self.rate}")
+        self._check_search()
         for read in (self.slos, self.extra_fields, self.headers, self.input_range, self.output_range, self.vocab_range):
             read()
 
+    def _check_search(self) -> None:
+        """Raise ValueError for a sweep without rates that has nothing to look for, and for a search without a sweep."""
+        if self.good is None:
+            if self.sweep == AUTO:
+                raise ValueError(
+                    "sweep needs rates like --sweep 1,2,4, "
+                    "or a search like --sweep --slo ttft=500,itl_p99=50 --good 0.95"
+                )
+            return
+        if not 0 < self.good <= 1:
+            raise ValueError(f"good must be a share above 0 and at most 1, like 0.95, got {self.good:g}")
+        if self.sweep is None or self.slo is None:
+            raise ValueError(
+                "good needs --sweep, which looks for the highest rate with that share of good requests, "
+                "and --slo, which says what is good, like --slo ttft=500,itl_p99=50"
+            )
+        if len({*self.rates, math.inf}) <= len(self.rates):
+            raise ValueError(f"good needs rates that are finite and different, got {self.sweep!r}")
+
+    def num_requests_at(self, rate: float | None) -> int | None:
+        """How many of the data set's requests a run at `rate` sends; None: all."""
+        if self.good is None or rate is None or self.num_requests is not None:
+            return None
+        return enough_requests(rate, self.good)
+
     @property
     def rates(self) -> list[float | None]:
-        """The rates to measure at; [None] if requests do not come at a rate."""
+        """The rates to measure at in any case; [None] if requests do not come at a rate."""
         if self.sweep is None:
             return [self.rate]
+        if self.sweep == AUTO:
+            return []
         try:
             return [float(rate) for rate in self.sweep.split(",")]
         except ValueError:
@@ -101,16 +151,7 @@ class ServingConfig:
 
     def slos(self) -> dict[str, float]:
         """The limits by metric, in ms."""
-        limits = {}
-        for part in self.slo.split(",") if self.slo else []:
-            name, _, limit = part.strip().partition("=")
-            try:
-                limits[name] = float(limit.removesuffix("ms"))
-            except ValueError:
-                raise ValueError(f"slo must be like ttft=500,itl=50, got {self.slo!r}") from None
-            if name not in ("ttft", "itl", "tpot", "e2e"):
-                raise ValueError(f"slo knows ttft, itl, tpot and e2e, got {name!r}")
-        return limits
+        return {} if self.slo is None else read_limits(self.slo)
 
     def extra_fields(self) -> dict[str, Any]:
         try:

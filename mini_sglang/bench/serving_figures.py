@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mini_sglang.bench.load_generator import Load, Outcome
+from mini_sglang.bench.load_generator import Load
+from mini_sglang.bench.slo import is_good
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Figures:
     input_tokens_per_second: float
     output_tokens_per_second: float
     goodput: float | None  # requests/s that kept every limit of the SLO; None: no SLO
+    good_share: float | None  # of all requests, failed ones included, that kept them
     ttft_ms: Distribution | None
     itl_ms: Distribution | None
     tpot_ms: Distribution | None
@@ -72,13 +74,13 @@ class Figures:
 def figures_of(
     load: Load, *, rate: float | None, slos: Mapping[str, float], queue_ms: Distribution | None = None
 ) -> Figures:
-    """The figures of one run; `slos` are limits in ms by metric."""
+    """The figures of one run; `slos` are limits in ms by metric, as `slo` defines them."""
     done = [outcome for outcome in load.outcomes if outcome.error is None]
     failed = [outcome for outcome in load.outcomes if outcome.error is not None]
     seconds = max((outcome.started + outcome.e2e for outcome in done), default=load.seconds)
     inputs = [outcome.input_tokens for outcome in done if outcome.input_tokens is not None]
     cached = [outcome.cached_tokens for outcome in done if outcome.cached_tokens is not None]
-    num_good = sum(_keeps(outcome, slos) for outcome in done)
+    num_good = sum(is_good(outcome, slos) for outcome in done)
     gaps = np.concatenate([outcome.gaps for outcome in done]) if done else np.empty(0)
     return Figures(
         rate=rate,
@@ -90,6 +92,7 @@ def figures_of(
         input_tokens_per_second=sum(inputs) / seconds,
         output_tokens_per_second=sum(outcome.output_tokens for outcome in done) / seconds,
         goodput=num_good / seconds if slos else None,
+        good_share=num_good / max(len(load.outcomes), 1) if slos else None,
         ttft_ms=_ms(outcome.ttft for outcome in done),
         itl_ms=Distribution.of(gaps * 1e3),
         tpot_ms=_ms(outcome.tpot for outcome in done if outcome.tpot is not None),
@@ -108,17 +111,6 @@ def figures_of(
 
 def _ms(seconds: Iterable[float]) -> Distribution | None:
     return Distribution.of([value * 1e3 for value in seconds])
-
-
-def _keeps(outcome: Outcome, slos: Mapping[str, float]) -> bool:
-    """Whether a request kept every limit; its ITL is the 99th percentile of its gaps."""
-    values = {
-        "ttft": outcome.ttft,
-        "tpot": outcome.tpot or 0.0,
-        "e2e": outcome.e2e,
-        "itl": float(np.percentile(outcome.gaps, 99)) if "itl" in slos and len(outcome.gaps) else 0.0,
-    }
-    return all(values[name] * 1e3 <= limit for name, limit in slos.items())
 
 
 def medians(runs: Sequence[Figures]) -> Figures:

@@ -150,6 +150,14 @@ def test_a_file_of_another_kind_is_refused(
         load(dataset=dataset, dataset_path=str(tmp_path / "data"), tokenizer=model)
 
 
+def test_runs_differ_in_their_tokens_alone() -> None:
+    fields = {"input_length": "5:90", "output_length": "2:30", "num_requests": 20}
+    first, second = load(0, **fields), load(1, **fields)
+    assert [request.output_length for request in first] == [request.output_length for request in second]
+    assert [len(prompt) for prompt in prompts(first)] == [len(prompt) for prompt in prompts(second)]
+    assert all(one != other for one, other in zip(prompts(first), prompts(second), strict=True))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -160,8 +168,32 @@ def test_a_file_of_another_kind_is_refused(
         ({"sweep": "1,-1"}, "rates must be above 0"),
         ({"rate": 1, "dataset": "chat"}, "dataset chat needs --dataset-path"),
         ({"replay": True}, "replay and scale_length need --dataset trace, got random"),
-        ({"rate": 1, "slo": "ttft"}, "slo must be like ttft=500,itl=50, got 'ttft'"),
-        ({"rate": 1, "slo": "joy=1"}, "slo knows ttft, itl, tpot and e2e, got 'joy'"),
+        ({"rate": 1, "slo": "ttft"}, "slo must be like ttft=500,itl_p99=50, got 'ttft'"),
+        ({"rate": 1, "slo": ""}, "slo must be like ttft=500,itl_p99=50, got ''"),
+        ({"rate": 1, "slo": "ttft:500"}, "slo must be like ttft=500,itl_p99=50, got 'ttft:500'"),
+        ({"rate": 1, "slo": "joy=1"}, "slo knows ttft, itl_p99, itl_max, tpot and e2e, got 'joy'"),
+        ({"rate": 1, "slo": "ttft=500,itl=50,ttft=9"}, "slo must limit ttft once, got 'ttft=500,itl=50,ttft=9'"),
+        ({"rate": 1, "slo": "itl=50,itl_p99=60"}, "slo must limit itl_p99 once"),
+        ({"rate": 1, "slo": "tpot=0"}, "slo must limit tpot to a number of ms above 0, got '0'"),
+        ({"rate": 1, "slo": "e2e=nan"}, "slo must limit e2e to a number of ms above 0, got 'nan'"),
+        ({"rate": 1, "slo": "e2e=inf"}, "slo must limit e2e to a number of ms above 0, got 'inf'"),
+        ({"sweep": "auto"}, "sweep needs rates like --sweep 1,2,4, or a search like --sweep --slo ttft=500,itl_p99=50"),
+        ({"sweep": "auto", "slo": "ttft=5"}, "sweep needs rates like --sweep 1,2,4, or a search like"),
+        ({"sweep": "1,2", "good": 0.95}, "good needs --sweep, .* and --slo, which says what is good, like --slo ttft"),
+        ({"rate": 1, "slo": "ttft=5", "good": 0.95}, "good needs --sweep, which looks for the highest rate"),
+        (
+            {"sweep": "1,2", "slo": "ttft=5", "good": 95},
+            "good must be a share above 0 and at most 1, like 0.95, got 95",
+        ),
+        ({"sweep": "1,2", "slo": "ttft=5", "good": 0}, "good must be a share above 0 and at most 1, like 0.95, got 0"),
+        (
+            {"sweep": "1,2,2", "slo": "ttft=5", "good": 0.9},
+            "good needs rates that are finite and different, got '1,2,2'",
+        ),
+        (
+            {"sweep": "1,inf", "slo": "ttft=5", "good": 0.9},
+            "good needs rates that are finite and different, got '1,inf'",
+        ),
         ({"rate": 1, "input_length": "9:5"}, "input_length must rise and start at 1 or more, got '9:5'"),
         ({"rate": 1, "output_length": "few"}, "output_length must be a number or LOW:HIGH, got 'few'"),
         ({"rate": 1, "extra_body": "[1]"}, "extra_body must be a JSON object"),

@@ -10,6 +10,7 @@ import pytest
 from mini_sglang.bench.load_generator import Load, Outcome
 from mini_sglang.bench.queue_time import QueueTimes
 from mini_sglang.bench.serving_figures import Distribution, Figures, figures_of, medians
+from mini_sglang.bench.slo import is_good, read_limits
 
 
 def outcome(ttft: float, *gaps: float, **fields: Any) -> Outcome:
@@ -48,8 +49,39 @@ def test_goodput_counts_requests_that_keep_every_limit(slos: dict[str, float], g
     assert found.goodput == pytest.approx(good / found.seconds)
 
 
-def test_a_request_of_one_token_has_no_time_per_token() -> None:
+def test_a_request_that_failed_is_not_good() -> None:
+    failed = Outcome(due=0, started=0, error="HTTP 500", detail="no")
+    assert figures(outcome(0.1, 0.1), failed, outcome(0.2), outcome(0.9), ttft=500.0).good_share == 0.5
+    assert figures(failed, ttft=500.0).good_share == 0
+    assert figures(outcome(0.1), failed).good_share is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "good"),
+    [
+        ("ttft=500", True),
+        ("ttft=499.9", False),
+        ("ttft=500ms,e2e=2500", True),
+        ("ttft=500,e2e=2499", False),
+        ("e2el=2499", False),
+        ("tpot=20", True),
+        ("tpot=19.9", False),
+        ("itl_max=1010", True),
+        ("itl_max=1009", False),
+        ("itl_p99=20.2", True),  # the pause is one of a hundred gaps: the 99th percentile is 1 % of the way to it
+        ("itl_p99=20", False),
+        ("itl=20", False),
+    ],
+)
+def test_each_limit_is_on_a_latency_of_the_request(slo: str, good: bool) -> None:
+    one = outcome(0.5, *[0.01] * 99, 1.01)
+    one.e2e = 2.5
+    assert is_good(one, read_limits(slo)) is good
+
+
+def test_a_request_of_one_token_has_no_time_per_token_and_keeps_its_limits() -> None:
     assert figures(outcome(1.0)).tpot_ms is None
+    assert is_good(outcome(0.1), read_limits("tpot=1,itl_p99=1,itl_max=1"))
 
 
 def test_repeats_are_reported_by_their_medians() -> None:
