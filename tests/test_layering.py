@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "parallel",
         "sampling_params",
         "scheduling.batch",
+        "scheduling.step_cost",
         "weights",
     },
     "text.template_bounds": set(),
