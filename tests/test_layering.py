@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "text.tokenizer": {"errors", "text.template_bounds", "weights"},
     "text.call_syntax": set(),
     "text": {"errors", "outputs", "sampling_params"},
-    "observability": {"outputs", "scheduling"},
+    "observability": {"config", "outputs", "scheduling"},
     "grammar": {"child_process", "errors", "sampling_params", "text.call_syntax", "text.tokenizer"},
     "engine": {
         "config",

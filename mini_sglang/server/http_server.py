@@ -37,6 +37,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="warning",  # when it starts and stops is said already
                 access_log=False,  # the app has its own, with the time that an answer took
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
