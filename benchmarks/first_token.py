@@ -13,7 +13,6 @@ import argparse
 import http.client
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -62,7 +61,7 @@ def _measure(command: Sequence[str], read_token: Callable[[IO[str]], str]) -> St
         if not read_token(process.stdout):
             raise RuntimeError(f"{' '.join(command)} gave no token")
         seconds = time.perf_counter() - begin
-        process.send_signal(signal.SIGINT) if read_token is _ask else None
+        process.terminate()  # a server needs it; an LLM has said all, and may have ended
     except BaseException:
         process.kill()
         process.wait()
