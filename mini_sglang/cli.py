@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from mini_sglang.sampling_params import SamplingParams
 
 INTERRUPTED = 130
 SERVED_STEP_MS = 40  # people read along: no token comes more than about that much later than the one before it
+_HUSHED = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +62,7 @@ def _is_of_another_rank(error: RuntimeError) -> bool:
 
 def serve(options: argparse.Namespace) -> int:
     config, server_config = engine_config(options), from_options(ServerConfig, options)
+    _hush_libraries()
     from mini_sglang.server.run import serve as serve_engine
 
     return serve_engine(config, server_config)
@@ -76,6 +79,7 @@ def lend_devices(config: EngineConfig) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     config, params = engine_config(options), _sampling_params(options)
+    _hush_libraries()
     from mini_sglang.chat import run_shell
     from mini_sglang.llm import LLM
 
@@ -86,6 +90,7 @@ def chat(options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> int:
     config, params = engine_config(options), _sampling_params(options)
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    _hush_libraries()
     from mini_sglang.llm import LLM
 
     with LLM(**dataclasses.asdict(config)) as llm:
@@ -115,6 +120,17 @@ def pull(options: argparse.Namespace) -> int:
 
     print(hub.pull(config.model, source=config.model_source, revision=config.revision).path)
     return 0
+
+
+def _hush_libraries() -> None:
+    """Keep warnings of libraries from those who did not write the code, here and in processes that are started.
+
+    Call it before these libraries are imported. What the environment or -W says instead goes first.
+    """
+    for name, value in _HUSHED.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
 
 
 def _build_parser() -> Parser:

@@ -22,6 +22,7 @@ from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.grammar.masks import GrammarMasks
 from mini_sglang.observability.observer import EngineObserver, PhaseName
 from mini_sglang.observability.step_log import StepLog
+from mini_sglang.observability.summary import summary
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
@@ -67,6 +68,8 @@ class Engine:
         self._queued_s: dict[str, float] = {}  # how long each other one was queued, until an output says so
         if self._observer is not None:
             self._observer.started(asdict(self.config))
+        for line in summary(self.config):
+            logger.info(line)
 
     def add_request(
         self,
