@@ -190,6 +190,7 @@ _LEAST = {  # of settings that may be left open
 }
 _MOST = {
     "run_ahead": (32, "1 keeps a GPU busy"),  # the rings in execution/pinned_ring.py are twice as long
+    "max_step_ms": (3_600_000, "0 bounds no step"),
     "num_threads": (1024, "one for each core is the fastest"),
 }
 _DEVICES = ("auto", "cpu", "cuda")

@@ -233,7 +233,7 @@ class Scheduler:
         """
         plan: Plan = {}
         enough_pages, prefilling = self._plan_decodes(plan)
-        budget = self._budget_beside(plan)
+        budget = self._budget_beside(plan, prefilling)
         for request in prefilling:
             if request.status is not RequestStatus.RUNNING:  # preempted in this loop
                 continue
@@ -249,13 +249,15 @@ class Scheduler:
         self._extend_long_prompt(plan, budget)
         return self._make_batch(plan, new_requests) if plan else None
 
-    def _budget_beside(self, decodes: Plan) -> PromptBudget:
+    def _budget_beside(self, decodes: Plan, prefilling: list[Request]) -> PromptBudget:
         """What the step has for prompts: where nobody waits for a next token, as long as `max_prefill_tokens` take.
 
-        Beside decodes a prompt may take what they leave of `max_step_ms`, or half as long as they do.
+        Beside decodes a prompt may take what they leave of `max_step_ms`, or half as long as they do. So it may beside
+        running requests that skip this step, since their masks or pages are not there yet: the next one is theirs.
         """
         tokens = self._max_prefill_tokens - len(decodes)
-        if not decodes or self._cost is None or self._max_step_us == 0:
+        num_prefilling = sum(request.status is RequestStatus.RUNNING for request in prefilling)
+        if len(self._running) == num_prefilling or self._cost is None or self._max_step_us == 0:
             return PromptBudget(tokens)
         context = sum(request.num_computed_tokens for request in decodes)
         decode_us = self._cost.predict(Work(1, len(decodes), context, 0, 0))
@@ -265,7 +267,7 @@ class Scheduler:
         """Plan `count` tokens of a prompt, behind those that are computed or planned."""
         start = request.num_computed_tokens + plan.get(request, 0)
         plan[request] = plan.get(request, 0) + count
-        budget.take(start, count)
+        budget.take(start, count, request.num_tokens - start)
 
     def _extend_long_prompt(self, plan: Plan, budget: PromptBudget) -> None:
         """Give what shorter prompts have left to the one that left them half of the step."""

@@ -93,8 +93,7 @@ class PromptBudget:
         most = self.most(start)
         if self.is_shared:
             return wanted if wanted <= most else 0
-        self.is_shared = wanted > LONG_PROMPT * self._fitting(self._all_tokens, self._all_us, start)
-        return -(-most // 2) if self.is_shared else min(wanted, most)
+        return -(-most // 2) if self._is_long(start, wanted) else min(wanted, most)
 
     def most(self, start: int) -> int:
         """The most tokens from position `start` on that there is room for. The first prompt always gets one."""
@@ -102,11 +101,18 @@ class PromptBudget:
             return max(1, self._fitting(self._tokens, self._us, start))
         return self._fitting(self._tokens, self._us, start)
 
-    def take(self, start: int, count: int) -> None:
-        """Spend `count` tokens from position `start` on."""
+    def take(self, start: int, count: int, wanted: int) -> None:
+        """Spend `count` tokens from position `start` on, of the `wanted` that the prompt lacks."""
         self._tokens -= count
         if self._cost is not None:
             self._us -= self._cost.prompt_us(start, count)
+        if count < wanted and not self.is_shared:
+            self.is_shared = self._is_long(start, wanted)
+            if not self.is_shared:  # it was cut, so the step is full, whatever else a token of less context would take
+                self._tokens = 0
+
+    def _is_long(self, start: int, wanted: int) -> bool:
+        return wanted > LONG_PROMPT * self._fitting(self._all_tokens, self._all_us, start)
 
     def _fitting(self, tokens: int, us: float, start: int) -> int:
         if self._cost is not None:

@@ -828,6 +828,19 @@ def test_beside_a_stream_no_step_is_predicted_to_take_longer_than_allowed() -> N
     assert sorted(took)[20] > 19_000  # and what is allowed is used
 
 
+@pytest.mark.parametrize(("run_ahead", "mask_delay"), [(1, 0), (1, 3), (2, 1)])
+def test_beside_a_stream_whose_mask_is_late_no_step_takes_longer_either(run_ahead: int, mask_delay: int) -> None:
+    """Under a grammar a stream skips steps: what they compute holds up its next token as much as what its own do."""
+    simulation = served(run_ahead=run_ahead)
+    simulation.mask_delay = mask_delay
+    simulation.add(Request("stream", distinct(1, 4), SamplingParams(max_tokens=1000, regex="a*"), seed=0))
+    while simulation.scheduler.stats().num_generated_tokens < 2:
+        simulation.step()
+    for name in range(20):
+        simulation.add(request(f"prompt {name}", distinct(name + 2, 1500 + 200 * name), max_tokens=1))
+    assert all(step_us(simulation) <= 20_000 for _ in range(100))
+
+
 def test_beside_streams_that_take_all_the_time_a_prompt_gets_half_as_much() -> None:
     simulation = served(max_step_ms=1, run_ahead=1)
     for name in range(50):

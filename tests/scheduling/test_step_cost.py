@@ -75,9 +75,9 @@ def test_no_part_falls_to_nothing_whatever_is_seen() -> None:
 def test_a_budget_of_tokens_is_spent_to_the_last_one() -> None:
     budget = PromptBudget(100)
     assert budget.chunk(0, 70) == 70
-    budget.take(0, 70)
+    budget.take(0, 70, 70)
     assert budget.chunk(0, 50) == 30
-    budget.take(0, 30)
+    budget.take(0, 30, 50)
     assert budget.chunk(0, 50) == 0
 
 
@@ -91,20 +91,34 @@ def test_a_budget_of_time_counts_the_context_of_a_chunk() -> None:
 def test_the_first_prompt_gets_a_token_where_there_is_no_time_at_all() -> None:
     budget = PromptBudget(100, 0.0, TRUE)
     assert budget.chunk(0, 2) == 1
-    budget.take(0, 1)
+    budget.take(0, 1, 2)
     assert budget.chunk(0, 2) == 0
 
 
 def test_a_long_prompt_leaves_half_to_those_that_can_end_and_takes_what_they_leave() -> None:
     budget = PromptBudget(100)
     assert budget.chunk(0, 1000) == 50
-    budget.take(0, 50)
+    budget.take(0, 50, 1000)
     assert budget.chunk(0, 60) == 0
     assert budget.chunk(0, 30) == 30
-    budget.take(0, 30)
+    budget.take(0, 30, 30)
     assert budget.chunk(0, 900) == 0
     assert budget.most(50) == 20
 
 
 def test_a_prompt_of_two_steps_is_not_long() -> None:
     assert PromptBudget(100).chunk(0, 200) == 100
+
+
+def test_a_prompt_that_was_cut_leaves_no_crumbs_to_prompts_with_less_context() -> None:
+    budget = PromptBudget(100_000, 20_000, TRUE)
+    count = budget.chunk(100_000, 250)
+    assert 125 < count < 250
+    budget.take(100_000, count, 250)
+    assert budget.most(0) == 0
+
+
+def test_a_prompt_that_gets_no_part_of_the_step_leaves_no_half_of_it() -> None:
+    budget = PromptBudget(100)
+    assert budget.chunk(0, 1000) == 50  # but there were no pages for it
+    assert budget.chunk(0, 110) == 100
