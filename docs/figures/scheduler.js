@@ -65,7 +65,7 @@ export class Scheduler {
       if (!count) continue;
       if (this.makeRoom(request, request.computed + count, plan)) {
         plan.set(request, count);
-        budget.take(count);
+        budget.take(count, numTokens(request) - request.computed);
       } else enoughPages = false;
     }
     const admitted = [];
@@ -146,7 +146,7 @@ export class Scheduler {
       growth += growthOf(request);
       plan.set(request, count);
       computing.push(request);
-      budget.take(count);
+      budget.take(count, numTokens(request) - match.numTokens);
     }
   }
 
@@ -215,16 +215,20 @@ class PromptBudget {
   chunk(wanted) {
     const most = this.most();
     if (this.isShared) return wanted <= most ? wanted : 0;
-    this.isShared = wanted > LONG_PROMPT * Math.max(this.all, 0);
-    return this.isShared ? Math.ceil(most / 2) : Math.min(wanted, most);
+    return this.isLong(wanted) ? Math.ceil(most / 2) : Math.min(wanted, most);
   }
 
   most() {
     return Math.max(this.tokens, this.tokens === this.all ? 1 : 0);
   }
 
-  take(count) {
+  take(count, wanted) {
     this.tokens -= count;
+    if (count < wanted) this.isShared ||= this.isLong(wanted);
+  }
+
+  isLong(wanted) {
+    return wanted > LONG_PROMPT * Math.max(this.all, 0);
   }
 }
 

@@ -22,9 +22,8 @@ def was_chunked(seen: Seen) -> bool:
 
 
 def was_predicted(seen: Seen) -> bool:
-    """Every step was, and one computed a prompt beside decodes."""
-    beside = any(step.decode_ids and step.chunks for step in seen.steps.steps)
-    return beside and all(step.predicted_us is not None for step in seen.steps.steps)
+    """Every step was; those that compute a prompt beside decodes are bounded by it."""
+    return all(step.predicted_us is not None for step in seen.steps.steps)
 
 
 def hit_inside_page(seen: Seen) -> bool:
