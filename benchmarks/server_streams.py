@@ -40,7 +40,7 @@ from mini_sglang.ipc.messages import EngineInfo, Ready, decode_from_engine, enco
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
-from mini_sglang.server.run import HttpServer
+from mini_sglang.server.http_server import HttpServer
 from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.weights.hub import resolve_model
 

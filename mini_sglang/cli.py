@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from mini_sglang.options import FAILED, USER_ERROR, Parser, add_command, add_fie
 from mini_sglang.sampling_params import SamplingParams
 
 INTERRUPTED = 130
+SERVED_STEP_MS = 40  # people read along: no token comes more than about that much later than the one before it
+_HUSHED = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +62,7 @@ def _is_of_another_rank(error: RuntimeError) -> bool:
 
 def serve(options: argparse.Namespace) -> int:
     config, server_config = engine_config(options), from_options(ServerConfig, options)
+    _hush_libraries()
     from mini_sglang.server.run import serve as serve_engine
 
     return serve_engine(config, server_config)
@@ -75,6 +79,7 @@ def lend_devices(config: EngineConfig) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     config, params = engine_config(options), _sampling_params(options)
+    _hush_libraries()
     from mini_sglang.chat import run_shell
     from mini_sglang.llm import LLM
 
@@ -85,6 +90,7 @@ def chat(options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> int:
     config, params = engine_config(options), _sampling_params(options)
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    _hush_libraries()
     from mini_sglang.llm import LLM
 
     with LLM(**dataclasses.asdict(config)) as llm:
@@ -116,13 +122,24 @@ def pull(options: argparse.Namespace) -> int:
     return 0
 
 
+def _hush_libraries() -> None:
+    """Keep warnings of libraries from those who did not write the code, here and in processes that are started.
+
+    Call it before these libraries are imported. What the environment or -W says instead goes first.
+    """
+    for name, value in _HUSHED.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
 def _build_parser() -> Parser:
     parser = Parser(prog="mini-sglang", description="Generate text with a language model, or serve it.")
     parser.add_argument("--version", action="version", version=f"mini-sglang {mini_sglang.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     command = add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API and others", serve)
-    add_fields(command, EngineConfig, "engine")
+    add_fields(command, EngineConfig, "engine", defaults={"max_step_ms": SERVED_STEP_MS})
     add_fields(command, ServerConfig, "server")
 
     command = add_command(commands, "chat", "talk to a model in the terminal", chat)

@@ -49,6 +49,9 @@ class EngineConfig:
     max_prefill_tokens: int | None = _option(
         None, "token budget of one step, decodes included; none: 512 on CPU, 8192 on GPU"
     )
+    max_step_ms: int = _option(
+        0, "most milliseconds of a step in which prompts are computed beside running requests; 0: no bound"
+    )
     schedule: Literal["fcfs", "lpm", "priority"] = _option(
         "fcfs", "order of waiting requests; lpm: longest cached prefix first"
     )
@@ -76,6 +79,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "tp", "nnodes"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("max_step_ms", self.max_step_ms, 0)
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
@@ -186,6 +190,7 @@ _LEAST = {  # of settings that may be left open
 }
 _MOST = {
     "run_ahead": (32, "1 keeps a GPU busy"),  # the rings in execution/pinned_ring.py are twice as long
+    "max_step_ms": (3_600_000, "0 bounds no step"),
     "num_threads": (1024, "one for each core is the fastest"),
 }
 _DEVICES = ("auto", "cpu", "cuda")

@@ -22,11 +22,13 @@ from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.grammar.masks import GrammarMasks
 from mini_sglang.observability.observer import EngineObserver, PhaseName
 from mini_sglang.observability.step_log import StepLog
+from mini_sglang.observability.summary import summary
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
+from mini_sglang.scheduling.step_cost import work_of
 from mini_sglang.weights.hub import ModelSource
 
 if TYPE_CHECKING:
@@ -52,9 +54,11 @@ class Engine:
         self.executor = Executor(config)
         self.config = self.executor.config
         self.model_config = self.executor.model_config
-        self.scheduler = Scheduler(self.config)
+        self._cost = self.executor.step_cost
+        self.scheduler = Scheduler(self.config, self._cost)
         self._run_ahead = self.config.run_ahead
-        self._inflight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
+        self._inflight: deque[tuple[ScheduledBatch, StepHandle, float]] = deque()  # and when it was launched
+        self._read_s = 0.0  # when the last step was read
         self._random = random.Random()
         model = self.model_config
         load = partial(_load_compiler, self.executor.source, tokenizer, model.vocab_size, model.eos_token_ids)
@@ -64,6 +68,8 @@ class Engine:
         self._queued_s: dict[str, float] = {}  # how long each other one was queued, until an output says so
         if self._observer is not None:
             self._observer.started(asdict(self.config))
+        for line in summary(self.config):
+            logger.info(line)
 
     def add_request(
         self,
@@ -152,26 +158,38 @@ class Engine:
             batch = self.scheduler.schedule()
         if batch is not None:
             self._record_admitted(batch)
+            launched_s = time.perf_counter()
             try:
                 with self._phase("launch", batch.step):
-                    self._inflight.append((batch, self.executor.launch(batch)))
+                    self._inflight.append((batch, self.executor.launch(batch), launched_s))
             except Exception as error:  # a failed step must not take the engine down with the other requests
                 return self._fail(batch, error)
         if self._inflight and (batch is None or len(self._inflight) > self._run_ahead):
-            batch, handle = self._inflight.popleft()
+            batch, handle, launched_s = self._inflight.popleft()
             try:
                 with self._phase("wait", batch.step):
                     result = handle.result()
             except Exception as error:
                 return self._fail(batch, error)
+            predicted_us = self._learn(batch, launched_s)
             with self._phase("update", batch.step):
                 outputs = self.scheduler.update(batch, result)
             if self._observer is not None:
-                self._observer.read(batch, handle.device_us)
+                self._observer.read(batch, handle.device_us, predicted_us)
             return outputs
         if self._masks:
             self._masks.wait(_MASK_WAIT_S)
         return StepOutputs()
+
+    def _learn(self, batch: ScheduledBatch, launched_s: float) -> int | None:
+        """Correct the prediction of steps by one that was just read; it began when the one before it had ended.
+
+        Returns what was predicted, in microseconds, if steps are bounded.
+        """
+        if self._cost is None:
+            return None
+        began_s, self._read_s = max(launched_s, self._read_s), time.perf_counter()
+        return round(self._cost.learn(work_of(batch.rows), (self._read_s - began_s) * 1e6))
 
     def _phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:
         """Context of one phase of a step, which the observer, if there is one, times and names in traces."""
@@ -240,7 +258,7 @@ class Engine:
         self._inflight.clear()
         self._arrived_s.clear()
         self._queued_s.clear()
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, self._cost)
 
     def start_trace(self, num_steps: int | None = None) -> None:
         """Trace this process (rank 0) until `stop_trace`, or for `num_steps` steps, into a file in `profile_dir`.

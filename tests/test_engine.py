@@ -15,6 +15,7 @@ from mini_sglang.execution.executor import StepHandle
 from mini_sglang.outputs import FinishReason
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
+from mini_sglang.weights.hub import ModelSource
 from tests.tiny import Checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -170,6 +171,27 @@ def test_random_weights_depend_on_the_seed_alone(checkpoints: Checkpoints) -> No
     assert tokens(1) != tokens(2)
 
 
+def test_beside_a_stream_a_prompt_takes_several_steps_if_their_time_is_bounded(builtin_model: ModelSource) -> None:
+    """A millisecond, or half as long as the stream alone takes: a prompt of 400 tokens takes many times that."""
+    steps = {}
+    for max_step_ms in (0, 1):
+        config = EngineConfig(
+            model=str(builtin_model.path), dtype="float32", num_threads=1, num_pages=64, max_step_ms=max_step_ms
+        )
+        engine = Engine(config)
+        engine.add_request("stream", [1, 2, 3], SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        engine.step()
+        engine.add_request("prompt", list(range(400)), SamplingParams(temperature=0, max_tokens=1))
+        received = [list(engine.step())]
+        while "prompt" not in [output.request_id for output in received[-1]]:
+            received.append(list(engine.step()))
+        assert all("stream" in [output.request_id for output in outputs] for outputs in received)
+        steps[max_step_ms] = len(received)
+        engine.close()
+    assert steps[0] == 1
+    assert steps[1] > 5
+
+
 def test_every_dtype_runs_on_any_cpu(checkpoints: Checkpoints) -> None:
     """Also one that the processor has no instructions for, which oneDNN refuses."""
     best: dict[str, float] = {}
@@ -198,6 +220,10 @@ def test_every_dtype_runs_on_any_cpu(checkpoints: Checkpoints) -> None:
         ({"device": "cpu", "all_reduce": "nccl"}, "all_reduce must be auto on a CPU, where gloo sums, got nccl"),
         ({"weights": "packed"}, "weights=packed needs a 4-bit GGUF"),
         ({"run_ahead": 33}, "run_ahead must be at most 32, got 33"),
+        ({"max_step_ms": -1}, "max_step_ms must be an integer of at least 0, got -1"),
+        ({"max_step_ms": True}, "max_step_ms must be an integer of at least 0, got True"),
+        ({"max_step_ms": 0.5}, "max_step_ms must be an integer of at least 0, got 0.5"),
+        ({"max_step_ms": 10**400}, "max_step_ms must be at most 3600000, got 10+; 0 bounds no step"),
         ({"num_threads": 1_000_000}, "num_threads must be at most 1024, got 1000000; one for each core"),
         ({"kv_cache_bytes": 100}, "kv_cache_bytes must hold at least two pages"),
         ({"device": "cpu", "num_pages": 10**12}, r"num_pages must be at most \d+, which fill this machine's memory"),

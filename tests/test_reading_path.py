@@ -24,7 +24,7 @@ ASIDE = {  # of these, what the page leaves for later: other ways to do what a s
     *("models/__init__.py", "layers/__init__.py"),
     *("execution/graph_runner.py", "execution/cuda_graph.py", "execution/prefill_graph.py", "execution/pinned_ring.py"),
     *("execution/worker_group.py", "execution/worker_main.py", "execution/node.py"),
-    *("attention/cpu_backend.py", "attention/triton_backend.py"),
+    "attention/triton_backend.py",
     *("attention/flashinfer_backend.py", "attention/flash_attn_backend.py"),
 }
 

@@ -142,7 +142,13 @@ class ListeningObserver(EngineObserver):
     def scheduled(self, batch: ScheduledBatch, scheduler: Scheduler) -> None:
         self.heard.append(f"scheduled {batch.step}")
 
-    def read(self, batch: ScheduledBatch, device_us: int | None = None, error: str | None = None) -> None:
+    def read(
+        self,
+        batch: ScheduledBatch,
+        device_us: int | None = None,
+        predicted_us: int | None = None,
+        error: str | None = None,
+    ) -> None:
         self.heard.append(f"read {batch.step}, {device_us} us")
 
 

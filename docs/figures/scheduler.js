@@ -1,11 +1,13 @@
 // The decisions of mini_sglang/scheduling/scheduler.py, in as much as a figure needs: first come, first served, every
-// step read before the next one, nothing aborted. Who runs, how many tokens, which pages: the engine's own, and tests
+// step read before the next one, its time not bounded, nothing aborted. Who runs, how many tokens, which pages: the engine's own, and tests
 // run both side by side.
 
 import { KVCache, knownTokens } from "./kv_cache.js";
 import { commonPrefix } from "./radix_cache.js";
 
 const EXPECTED_OUTPUT_WEIGHT = 1 / 16;
+const LONG_PROMPT = 2; // steps
+const WORTH_SEARCHING = 16;
 const WORTH_WAITING = 16;
 
 /** The token that stands for what a model would sample: a letter by position. */
@@ -56,21 +58,32 @@ export class Scheduler {
   schedule() {
     const plan = new Map();
     let [enoughPages, prefilling] = this.planStreams(plan);
-    let budget = Math.max(this.budget - plan.size, 1);
+    const budget = new PromptBudget(this.budget - plan.size);
     for (const request of prefilling) {
-      if (budget === 0) break;
       if (!this.running.includes(request)) continue; // preempted meanwhile
-      const count = Math.min(numTokens(request) - request.computed, budget);
+      const count = budget.chunk(numTokens(request) - request.computed);
+      if (!count) continue;
       if (this.makeRoom(request, request.computed + count, plan)) {
         plan.set(request, count);
-        budget -= count;
+        budget.take(count, numTokens(request) - request.computed);
       } else enoughPages = false;
     }
     const admitted = [];
-    if (this.waiting.length && this.running.length < this.slots && budget && enoughPages && !this.isFull) {
+    if (this.waiting.length && this.running.length < this.slots && enoughPages && !this.isFull && budget.most()) {
       this.admitWaiting(plan, budget, admitted);
     }
+    if (budget.isShared) this.extendLongPrompt(plan, budget);
     return plan.size ? this.launch(plan, admitted) : null;
+  }
+
+  /** What shorter prompts leave of the step is for the one that left them half of it. */
+  extendLongPrompt(plan, budget) {
+    const lacks = ([request, count]) => numTokens(request) - request.computed - count;
+    const long = [...plan].find((row) => lacks(row) > 0);
+    if (!long) return;
+    const [request, count] = long;
+    const extra = Math.min(lacks(long), budget.most());
+    if (extra && this.kv.reserve(request, request.computed + count + extra)) plan.set(request, count + extra);
   }
 
   /** One token for every running request that lacks just one, and a page if it begins one. */
@@ -117,10 +130,11 @@ export class Scheduler {
     const growthOf = (request) => this.expectedPages(request) - request.pages.length;
     let growth = this.running.reduce((sum, request) => sum + growthOf(request), 0);
     for (const request of [...this.waiting]) {
-      if (budget === 0 || this.running.length === this.slots) break;
+      if (this.running.length === this.slots || budget.most() < (budget.isShared ? WORTH_SEARCHING : 1)) break;
       const match = this.kv.match(request);
       if (this.isBeingComputed(request, match, computing)) continue;
-      const count = Math.min(numTokens(request) - match.numTokens, budget);
+      const count = budget.chunk(numTokens(request) - match.numTokens);
+      if (!count) continue; // there may be shorter ones behind it
       const fits = this.expectedToFit(request, match, growth);
       if (!fits || !this.kv.admit(request, match, match.numTokens + count)) {
         this.isFull = true;
@@ -132,7 +146,7 @@ export class Scheduler {
       growth += growthOf(request);
       plan.set(request, count);
       computing.push(request);
-      budget -= count;
+      budget.take(count, numTokens(request) - match.numTokens);
     }
   }
 
@@ -188,6 +202,33 @@ export class Scheduler {
       }
     }
     this.kv.stepRead();
+  }
+}
+
+/** What a step has left for prompts, as in scheduling/step_cost.py. */
+class PromptBudget {
+  constructor(tokens) {
+    this.tokens = this.all = tokens;
+    this.isShared = false; // a long prompt has its half
+  }
+
+  chunk(wanted) {
+    const most = this.most();
+    if (this.isShared) return wanted <= most ? wanted : 0;
+    return this.isLong(wanted) ? Math.ceil(most / 2) : Math.min(wanted, most);
+  }
+
+  most() {
+    return Math.max(this.tokens, this.tokens === this.all ? 1 : 0);
+  }
+
+  take(count, wanted) {
+    this.tokens -= count;
+    if (count < wanted) this.isShared ||= this.isLong(wanted);
+  }
+
+  isLong(wanted) {
+    return wanted > LONG_PROMPT * Math.max(this.all, 0);
   }
 }
 

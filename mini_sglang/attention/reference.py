@@ -2,12 +2,12 @@
 
 Rows that compute one token (decodes) are batched into one padded call; rows that compute a chunk run one by one. Query
 heads that share a KV head are laid out as further query rows or as a broadcast batch, so the keys and values of a group
-are never repeated in memory.
+are never repeated in memory. On a CPU a compiled kernel may do the decodes, which reads the pages in place: gathering
+them moves more bytes than attending to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -20,34 +20,43 @@ from mini_sglang.kernels.interface import KVCells
 _ROWS_MULTIPLE = 64  # of queries and keys, where attention is compiled for their numbers
 
 
+class DecodeKernel(Protocol):
+    """Attends one token of each row to the cells of its pages, in the pool's own dtype."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        page_table: torch.Tensor,
+        lengths: torch.Tensor,
+        page_size: int,
+        window: int | None,
+    ) -> torch.Tensor:
+        """q [rows, heads, head_dim], page_table [rows, pages] int64, lengths [rows] int64: tokens seen -> as q"""
+        ...
+
+
 class ReferenceBackend:
-    """Reads and writes `pool` with gathers and scatters of whole pages.
+    """Reads and writes `pool` with gathers and scatters of whole pages, but for decodes if they have a `kernel`.
 
     With `window` a token sees the last `window` positions only, its own included.
     """
 
-    def __init__(self, pool: KVPool, dtype: torch.dtype, window: int | None = None) -> None:
+    def __init__(
+        self, pool: KVPool, dtype: torch.dtype, window: int | None = None, kernel: DecodeKernel | None = None
+    ) -> None:
         self._pool = pool
         self._dtype = dtype
         self._window = window
+        self._kernel = kernel
 
     def plan(self, metadata: AttentionMetadata) -> ReferencePlan:
-        return ReferencePlan(self._pool, metadata, self._dtype, self._window)
-
-
-class DecodeAttention(Protocol):
-    """Attention of the rows of a step that compute one token each."""
-
-    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        """q [rows, heads, head_dim] -> the same shape"""
-        ...
+        return ReferencePlan(self._pool, metadata, self._dtype, self._window, self._kernel)
 
 
 class ReferencePlan:
-    """One step: `decode` is the batch of single-token rows, `chunks` are the others.
-
-    A backend with a faster decode passes `decode`, a function that makes it from those rows' indices.
-    """
+    """One step: `decode` is the batch of single-token rows, `chunks` are the others."""
 
     def __init__(
         self,
@@ -55,7 +64,7 @@ class ReferencePlan:
         metadata: AttentionMetadata,
         dtype: torch.dtype,
         window: int | None,
-        decode: Callable[[list[int]], DecodeAttention] | None = None,
+        kernel: DecodeKernel | None,
     ) -> None:
         self._pool = pool
         device = metadata.page_table.device
@@ -67,8 +76,11 @@ class ReferencePlan:
             for row, count in enumerate(metadata.counts)
             if count > 1
         ]
-        decode = decode or (lambda rows: _Decode(pool, metadata, rows, dtype, window))
-        self._decode = decode(decode_rows) if decode_rows else None
+        self._decode: _Decode | _CompiledDecode | None = None
+        if decode_rows and kernel is None:
+            self._decode = _Decode(pool, metadata, decode_rows, dtype, window)
+        elif decode_rows and kernel is not None:
+            self._decode = _CompiledDecode(pool, metadata, decode_rows, kernel, window)
         # None: every token is a decode row, in order, so no gather is needed
         self._decode_tokens = (
             torch.tensor([firsts[row] for row in decode_rows], device=device) if self._chunks and decode_rows else None
@@ -98,8 +110,7 @@ class _Decode:
         device = metadata.page_table.device
         lengths = [metadata.starts[row] + 1 for row in rows]
         num_pages = -(-max(lengths) // pool.page_size)
-        table = metadata.page_table if len(rows) == len(metadata.counts) else metadata.page_table[rows]
-        self._pages = table[:, :num_pages].reshape(-1)
+        self._pages = _page_table(metadata, rows, num_pages).reshape(-1)
         width = num_pages * pool.page_size
         self._kv_shape = (2, len(rows), width, pool.num_kv_heads, pool.head_dim)
         # the query heads of a group are the query rows of their KV head
@@ -112,6 +123,33 @@ class _Decode:
         """q [rows, heads, head_dim] -> the same shape"""
         k, v = self._pool.gather(layer, self._pages).to(q.dtype).view(self._kv_shape).transpose(2, 3).unbind()
         return F.scaled_dot_product_attention(q.reshape(self._q_shape), k, v, attn_mask=self._mask).reshape(q.shape)
+
+
+class _CompiledDecode:
+    """The same, in a kernel that reads the pages in place."""
+
+    def __init__(
+        self, pool: KVPool, metadata: AttentionMetadata, rows: list[int], kernel: DecodeKernel, window: int | None
+    ) -> None:
+        self._pool = pool
+        self._kernel = kernel
+        self._window = window
+        lengths = [metadata.starts[row] + 1 for row in rows]
+        self._page_table = _page_table(metadata, rows, -(-max(lengths) // pool.page_size)).contiguous()
+        self._lengths = torch.tensor(lengths)
+
+    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """q [rows, heads, head_dim] -> the same shape"""
+        keys, values = self._pool.key_cells[layer], self._pool.value_cells[layer]
+        return self._kernel.attend(
+            q.contiguous(), keys, values, self._page_table, self._lengths, self._pool.page_size, self._window
+        )
+
+
+def _page_table(metadata: AttentionMetadata, rows: list[int], num_pages: int) -> torch.Tensor:
+    """The first pages of these rows [rows, num_pages]"""
+    table = metadata.page_table if len(rows) == len(metadata.counts) else metadata.page_table[rows]
+    return table[:, :num_pages]
 
 
 class _Chunk:

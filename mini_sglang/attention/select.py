@@ -79,10 +79,9 @@ def _make(
             f"choose {' or '.join(_SLIDING_BACKENDS)}"
         )
     if name == "cpu":
-        from mini_sglang.attention.cpu_backend import CpuBackend
         from mini_sglang.kernels.cpu.kernels import CpuKernels
 
-        return CpuBackend(pool, dtype, CpuKernels(dtype), window)
+        return ReferenceBackend(pool, dtype, window, CpuKernels(dtype))
     if name == "triton":
         from mini_sglang.attention.triton_backend import TritonBackend
 

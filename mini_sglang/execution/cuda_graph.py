@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from mini_sglang.attention.kv_pool import staged
+from mini_sglang.weights.progress import progress
 
 if TYPE_CHECKING:  # it needs Triton
     from mini_sglang.execution.pinned_ring import PinnedRing
@@ -54,9 +53,7 @@ class StepGraphs:
         descending = sizes[::-1]  # the largest first: the others fit into its memory
         prepare(descending[0])
         step(descending[0])  # once outside of a capture, for what libraries set up on first use
-        console = Console(stderr=True)
-        hidden = not (console.is_terminal or console.is_jupyter)  # a file may be on a full disk
-        for size in track(descending, f"Capturing {name} graphs", console=console, transient=True, disable=hidden):
+        for size in progress(descending, f"Capturing {name} graphs"):
             graph = torch.cuda.CUDAGraph(keep_graph=size == 1)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):  # kernels may be loaded in it
                 outputs = step(size)

@@ -130,6 +130,7 @@ class Executor:
             atexit.register(self._close_if_nobody_did)
         self.config: ResolvedConfig = resolved.replace(num_pages=worker.num_pages)
         self.model_config = worker.model_config
+        self.step_cost = worker.step_cost
         self._runner = worker.runner
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:

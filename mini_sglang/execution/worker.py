@@ -6,7 +6,9 @@ hardware; knows no request and no policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,6 +32,7 @@ from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel.tensor_parallel import TensorParallel
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRequest, Row, ScheduledBatch
+from mini_sglang.scheduling.step_cost import StepCost
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import load_dummy_weights, load_weights
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
@@ -92,6 +95,7 @@ class Worker:
             self.num_pages = parallel.minimum(self._fitting_pages(model)) if fit_pages else config.num_pages
             check()
             self.runner = self._warmed_up(self._make_eager(model, self.num_pages))
+            self.step_cost = self._measured_cost(slots.values()) if config.max_step_ms else None
         parallel.barrier()
         check()
 
@@ -195,6 +199,31 @@ class Worker:
         graphs, config = graph_backends(eager.backends), self.config
         return GraphRunner(runner, eager.sampler, graphs, config.cuda_graph_max_bs, config.max_prefill_tokens)
 
+    def _measured_cost(self, weights: Iterable[WeightSlot]) -> StepCost:
+        """What steps take, by two prompts: a short one, which takes what any step takes, and a longer one.
+
+        A token of KV is read as fast as a weight, and a pair of tokens multiplied as fast as a token by the weights.
+        """
+        model, pages = self.model_config, self.num_pages
+        few, many = (
+            min(tokens, self._longest_prefill, pages * self.config.page_size) for tokens in _TIMED[self._device.type]
+        )
+        step_us, prompt_us = (min(self._time_us(tokens) for _ in range(2)) for tokens in (few, many))
+        token_us = max(prompt_us - step_us, step_us / 10) / max(many - few, 1)
+        parameters = sum(math.prod(slot.shape) for slot in weights)
+        kv_numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim  # of one token
+        context_us = step_us * kv_numbers / parameters
+        pair_us = token_us * 2 * model.num_layers * model.num_heads * model.head_dim / parameters
+        return StepCost(step=step_us, decode=token_us, context=context_us, token=token_us, pair=pair_us)
+
+    def _time_us(self, tokens: int) -> float:
+        """How long a prompt of that many tokens takes, in microseconds."""
+        batch, start = self._prefill_step(tokens), time.perf_counter()
+        self.runner.run(batch)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
     @property
     def _longest_prefill(self) -> int:
         """Tokens of the longest prompt that one step computes."""
@@ -254,4 +283,5 @@ _STEP_TOO_LARGE = {  # by device
     "cuda": "the KV cache or a step does not fit: lower mem_fraction, num_pages, max_prefill_tokens, "
     "max_running_requests or cuda_graph_max_bs",
 }
+_TIMED = {"cpu": (1, 32), "cuda": (16, 1024)}  # tokens of the prompts that are timed at start
 _GRAPH_BYTES = 1 << 30  # left to CUDA graphs and the allocator's own rounding

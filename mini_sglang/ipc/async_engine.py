@@ -1,7 +1,7 @@
 """AsyncEngine: an engine in a process of its own, behind asyncio. Each request is one async iterator of outputs.
 
-It starts and ends the engine process, carries messages over the socket, and turns tokens into text. It knows nothing of
-HTTP, and imports no torch: the model lives on the other side of the socket.
+It carries messages over the socket of the engine process, ends that process, and turns tokens into text. It knows
+nothing of HTTP, and imports no torch: the model lives on the other side of the socket.
 
         caller ── generate() ──▶ AddRequest ─────────▶ engine process
            ▲                                                │
@@ -15,15 +15,10 @@ import dataclasses
 import functools
 import itertools
 import logging
-import os
-import shutil
-import sys
-import tempfile
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from mini_sglang.config import EngineConfig
@@ -31,12 +26,13 @@ from mini_sglang.errors import FieldError
 from mini_sglang.grammar.checker import GrammarChecker
 from mini_sglang.grammar.compiler import NO_END_TOKEN, Vocabulary, unsupported
 from mini_sglang.ipc import messages
+from mini_sglang.ipc.launch import LaunchedEngine, kill, launch
 from mini_sglang.outputs import FinishReason, RequestOutput, StepOutputs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
-from mini_sglang.weights.hub import find_model
+from mini_sglang.weights.hub import ModelSource, find_model
 
 logger = logging.getLogger(__name__)
 
@@ -135,27 +131,23 @@ class AsyncEngine:
         Raises ValueError or OSError if a setting, the model or the folder for temporary files is wrong, RuntimeError
         with the engine's own message if it cannot start. The process also ends when the thread that called this ends.
         """
-        tokenizer = await asyncio.to_thread(lambda: load_tokenizer(find_model(config)))  # which fetches it if need be
-        directory = tempfile.mkdtemp(prefix="mini-sglang-")  # mode 0700: nobody else can connect
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.PAIR)
-        process: asyncio.subprocess.Process | None = None
+        source = await asyncio.to_thread(find_model, config)  # which fetches it if need be
+        return await cls.join(await launch(config), source)
+
+    @classmethod
+    async def join(cls, launched: LaunchedEngine, source: ModelSource) -> AsyncEngine:
+        """Wait until a process that has been started has loaded its model, and load the tokenizer meanwhile.
+
+        The process is this engine's from now on, and ends with an error. Raises as `start` does.
+        """
         try:
-            address = f"ipc://{directory}/engine"
-            try:
-                socket.bind(address)
-            except zmq.ZMQError as error:  # a path of more than about a hundred characters
-                raise OSError(f"no socket in {directory}: {error}; set TMPDIR to a shorter path") from error
-            process = await _spawn(address, config)
-            info = await _wait_until_ready(process, socket)
+            tokenizer = await asyncio.to_thread(load_tokenizer, source)
+            await asyncio.to_thread(tokenizer.fewest_tokens, 0)  # looks at every token once, so no request has to
+            info = await launched.ready()
         except BaseException:
-            context.destroy(linger=0)
-            if process is not None:
-                await _kill(process)
+            await launched.kill()
             raise
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)  # both ends are connected: the name has done its work
-        return cls(process, context, socket, info, tokenizer)
+        return cls(launched.process, launched.context, launched.socket, info, tokenizer)
 
     async def generate(
         self,
@@ -254,7 +246,7 @@ class AsyncEngine:
         try:
             await asyncio.wait_for(self._process.wait(), timeout)
         except TimeoutError:
-            await _kill(self._process)
+            await kill(self._process)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -353,41 +345,3 @@ class AsyncEngine:
         """Queue a message, in order. Never blocks: admission bounds how many there can be."""
         if self._error is None:
             self._socket.send(messages.encode(message))
-
-
-async def _spawn(address: str, config: EngineConfig) -> asyncio.subprocess.Process:
-    """Start the engine process and hand it its configuration."""
-    command = (sys.executable, "-m", "mini_sglang.ipc.engine_process", address, str(os.getpid()))
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(config))
-    process.stdin.close()
-    return process
-
-
-async def _wait_until_ready(process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> messages.EngineInfo:
-    """The engine's first message, or RuntimeError if the process ends instead."""
-    first = asyncio.ensure_future(socket.recv())
-    ended = asyncio.ensure_future(process.wait())
-    try:
-        await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not first.done():
-            await asyncio.wait((first,), timeout=0.2)  # a message sent just before the end
-        if not first.done():
-            raise RuntimeError(f"the engine process ended with status {process.returncode} while starting; see its log")
-        message = messages.decode_from_engine(first.result())
-    finally:
-        first.cancel()
-        ended.cancel()
-    if isinstance(message, messages.Fatal):
-        if message.is_setting:
-            raise ValueError(message.error)
-        raise RuntimeError(f"the engine could not start: {message.error}")
-    assert isinstance(message, messages.Ready)
-    return message.info
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()

@@ -6,18 +6,22 @@ to leave. It never outlives its parent. It knows no text, no HTTP and no request
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
 from mini_sglang.config import EngineConfig
-from mini_sglang.engine import Engine
 from mini_sglang.errors import FieldError
 from mini_sglang.ipc import messages
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from mini_sglang.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +40,9 @@ def main(address: str, parent_pid: int) -> int:
     socket.linger = _LINGER_MS
     socket.connect(address)
     try:
+        engine_class = _imported()
         try:
-            engine = Engine(config)
+            engine = engine_class(config)
         except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
             socket.send(messages.encode(messages.Fatal(str(error), is_setting=True)))
             return 1
@@ -52,6 +57,15 @@ def main(address: str, parent_pid: int) -> int:
     finally:
         socket.close()
         context.term()
+
+
+def _imported() -> type[Engine]:
+    """Import the engine: not earlier, since it takes seconds in which the parent may end or a signal may come."""
+    gc.disable()  # imports leave no garbage, and collections would take a tenth of their time
+    from mini_sglang.engine import Engine
+
+    gc.enable()
+    return Engine
 
 
 class EngineLoop:

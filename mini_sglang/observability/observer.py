@@ -111,13 +111,19 @@ class EngineObserver:
         step.free_pages, step.cached_pages = stats.num_free_pages, stats.num_cached_pages
         step.used_pages = stats.num_used_pages
 
-    def read(self, batch: ScheduledBatch, device_us: int | None = None, error: str | None = None) -> None:
+    def read(
+        self,
+        batch: ScheduledBatch,
+        device_us: int | None = None,
+        predicted_us: int | None = None,
+        error: str | None = None,
+    ) -> None:
         """The result of a launched step has been read, or the step has failed with `error`."""
         step = self._unread.pop(batch.step, None)
         if step is None:  # launched before there was a trace
             return
         if self._log is not None:
-            step.read_us, step.device_us, step.error = self.now_us(), device_us, error
+            step.read_us, step.device_us, step.predicted_us, step.error = self.now_us(), device_us, predicted_us, error
             if step.decode_ids == self._decode_ids:
                 step.decode_ids = None
             else:

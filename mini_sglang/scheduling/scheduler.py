@@ -2,7 +2,7 @@
 
 A request has `num_computed_tokens` and catches up with `num_tokens`: a prompt chunk, a prefix hit, a decode and a
 resumed request are the same case. `schedule()` may run ahead of `update()` by any number of steps; between the two a
-step counts as launched. The KVCacheManager moves the pages; nothing here knows tensors, text or time.
+step counts as launched. The KVCacheManager moves the pages; nothing here knows tensors, text or a clock.
 
     add ─▶ waiting ──admit──▶ running ──end / abort / fail──▶ (leaving) ─▶ gone
               ▲                  │
@@ -25,7 +25,9 @@ from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepRe
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.policy import EXPECTED_OUTPUT_WEIGHT, FIRST_EXPECTED_OUTPUT, POLICIES
 from mini_sglang.scheduling.radix_cache import Match, common_prefix
+from mini_sglang.scheduling.step_cost import PromptBudget, StepCost, Work
 
+WORTH_SEARCHING = 16  # tokens that a step must have left to look for a short prompt behind longer ones
 WORTH_WAITING = 16  # a waiting request holds back while another one computes this many of its first tokens
 
 Plan = dict[Request, int]  # number of tokens that the step computes of each request, in row order
@@ -82,12 +84,15 @@ class Scheduler:
     nothing deadlocks, and no two requests preempt each other for ever.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, cost: StepCost | None = None) -> None:
+        """`cost` predicts what a step takes. Without it `max_step_ms` bounds none."""
         self.kv = KVCacheManager(config.num_pages, config.page_size, reuse=config.cache == "radix")
         self._page_size = config.page_size
         self._context_length = config.context_length
         self._pool_tokens = config.num_pages * config.page_size
-        self._budget = config.max_prefill_tokens
+        self._max_prefill_tokens = config.max_prefill_tokens
+        self._max_step_us = 1000 * config.max_step_ms
+        self._cost = cost
         self._policy = POLICIES[config.schedule]()
         self._requests: dict[str, Request] = {}  # those that have not ended
         self._waiting: list[Request] = []  # in the policy's order
@@ -223,26 +228,59 @@ class Scheduler:
         """Return the next step, or None if nothing can be computed before a launched step is read (or at all).
 
         Every running request that lacks one token gets it (a decode). Requests that lack more share what is left of
-        `max_prefill_tokens` (at least one token, so that they advance beside any number of decodes), running requests
-        before waiting ones.
+        `max_prefill_tokens` and, beside decodes, of `max_step_ms` (at least one token, so that they advance beside any
+        number of decodes), running requests before waiting ones.
         """
         plan: Plan = {}
         enough_pages, prefilling = self._plan_decodes(plan)
-        budget = max(self._budget - len(plan), 1)
+        budget = self._budget_beside(plan, prefilling)
         for request in prefilling:
-            if budget == 0:
-                break
-            if request.status is RequestStatus.RUNNING:  # not preempted in this loop
-                count = min(request.num_tokens - request.num_computed_tokens, budget)
-                if self._make_room(request, request.num_computed_tokens + count, plan):
-                    plan[request] = count
-                    budget -= count
-                else:
-                    enough_pages = False
+            if request.status is not RequestStatus.RUNNING:  # preempted in this loop
+                continue
+            start = request.num_computed_tokens
+            count = budget.chunk(start, request.num_tokens - start)
+            if count and self._make_room(request, start + count, plan):
+                self._plan_chunk(plan, budget, request, count)
+            elif count:
+                enough_pages = False
         new_requests: list[NewRequest] = []
-        if self._waiting and self._free_slots and budget and enough_pages and not self._is_full:
+        if self._waiting and self._free_slots and enough_pages and not self._is_full and budget.most(0):
             self._admit_waiting(plan, budget, new_requests)
+        self._extend_long_prompt(plan, budget)
         return self._make_batch(plan, new_requests) if plan else None
+
+    def _budget_beside(self, decodes: Plan, prefilling: list[Request]) -> PromptBudget:
+        """What the step has for prompts: where nobody waits for a next token, as long as `max_prefill_tokens` take.
+
+        Beside decodes a prompt may take what they leave of `max_step_ms`, or half as long as they do. So it may beside
+        running requests that skip this step, since their masks or pages are not there yet: the next one is theirs.
+        """
+        tokens = self._max_prefill_tokens - len(decodes)
+        num_prefilling = sum(request.status is RequestStatus.RUNNING for request in prefilling)
+        if len(self._running) == num_prefilling or self._cost is None or self._max_step_us == 0:
+            return PromptBudget(tokens)
+        context = sum(request.num_computed_tokens for request in decodes)
+        decode_us = self._cost.predict(Work(1, len(decodes), context, 0, 0))
+        return PromptBudget(tokens, max(self._max_step_us - decode_us, decode_us / 2), self._cost)
+
+    def _plan_chunk(self, plan: Plan, budget: PromptBudget, request: Request, count: int) -> None:
+        """Plan `count` tokens of a prompt, behind those that are computed or planned."""
+        start = request.num_computed_tokens + plan.get(request, 0)
+        plan[request] = plan.get(request, 0) + count
+        budget.take(start, count, request.num_tokens - start)
+
+    def _extend_long_prompt(self, plan: Plan, budget: PromptBudget) -> None:
+        """Give what shorter prompts have left to the one that left them half of the step."""
+        if not budget.is_shared:
+            return
+        for request, count in plan.items():
+            start = request.num_computed_tokens + count
+            left = request.num_tokens - start
+            if left > 0:  # no other row leaves any
+                extra = min(left, budget.most(start))
+                if extra and self.kv.reserve(request, start + extra):
+                    self._plan_chunk(plan, budget, request, extra)
+                return
 
     def _plan_decodes(self, plan: Plan) -> tuple[bool, list[Request]]:
         """Plan one token for each running request that lacks exactly one, and get it a page if it begins one.
@@ -277,29 +315,30 @@ class Scheduler:
             self._preempt(victim)
         return True
 
-    def _admit_waiting(self, plan: Plan, budget: int, new_requests: list[NewRequest]) -> None:
+    def _admit_waiting(self, plan: Plan, budget: PromptBudget, new_requests: list[NewRequest]) -> None:
         """Admit waiting requests in the policy's order until slots, pages or the budget run out."""
         self._publish_running()
         computing = [request for request, count in plan.items() if self._computes_prompt(request, count)]
         growth = sum(self._expected_pages(request) - len(request.page_ids) for request in self._running)
         for request in self._policy.order(self._waiting, self.kv.cached_tokens):
-            if budget == 0 or not self._free_slots:
+            if not self._free_slots or budget.most(0) < (WORTH_SEARCHING if budget.is_shared else 1):
                 break
             if not request.may_sample:
                 continue
             match = self.kv.match(request)
             if self._is_being_computed(request, match, computing):
                 continue
-            count = min(request.num_tokens - match.num_tokens, budget)
+            count = budget.chunk(match.num_tokens, request.num_tokens - match.num_tokens)
+            if count == 0:  # there may be shorter ones behind it
+                continue
             fits = self._expected_to_fit(request, match, growth)
             if not (fits and self.kv.admit(request, match, match.num_tokens + count)):
                 self._is_full = True
                 break
             self._start(request, new_requests)
             growth += self._expected_pages(request) - len(request.page_ids)
-            plan[request] = count
+            self._plan_chunk(plan, budget, request, count)
             computing.append(request)
-            budget -= count
 
     def _publish_running(self) -> None:
         """Publish the pages that running requests have filled. Only a match needs that, so it is not done earlier."""

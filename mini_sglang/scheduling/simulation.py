@@ -15,6 +15,7 @@ from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.step_cost import StepCost
 
 GARBAGE = -1  # fingerprint or token id that a failed step left, and all that was computed from one
 _MASK = (1 << 61) - 1
@@ -164,8 +165,10 @@ class Simulation:
     The mask for a constrained request's next token is known `mask_delay` steps after the token before it.
     """
 
-    def __init__(self, config: ResolvedConfig, vocab_size: int = 3, mask_delay: int = 0) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(
+        self, config: ResolvedConfig, vocab_size: int = 3, mask_delay: int = 0, cost: StepCost | None = None
+    ) -> None:
+        self.scheduler = Scheduler(config, cost)
         self.executor = SimulatedExecutor(
             self.scheduler.kv.num_pages, config.page_size, self.scheduler.num_slots, vocab_size
         )

@@ -11,11 +11,13 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ def current_request_id() -> str:
 
 def request_id_of(scope: Scope) -> str:
     """The id that the client gave this request, or a new one."""
-    given = Headers(scope=scope).get("x-request-id", "")
+    headers: Mapping[bytes, bytes] = dict(scope["headers"])  # names are in lower case
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if _ID.fullmatch(given) else uuid.uuid4().hex
 
 

@@ -9,30 +9,29 @@ engine dead     ──▶ its requests have got an error; stop: 1
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import errno
-import functools
 import gc
+import importlib
 import logging
-import math
 import os
 import signal
 import socket
 import ssl
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
+import uvloop
 
 from mini_sglang.config import EngineConfig, ServerConfig
-from mini_sglang.ipc.async_engine import AsyncEngine
-from mini_sglang.server.app import create_app
-from mini_sglang.server.context import ServerContext
-from mini_sglang.server.intake import Connection, max_connections
+from mini_sglang.ipc.launch import launch
+from mini_sglang.server.listener import bind, listen
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
-from mini_sglang.weights.hub import find_model
+from mini_sglang.weights.hub import ModelSource, find_model
+
+if TYPE_CHECKING:  # what takes long to import is, once the engine's process runs
+    from mini_sglang.ipc.async_engine import AsyncEngine
+    from mini_sglang.server.context import ServerContext
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ API_KEY_VARIABLE = "MINI_SGLANG_API_KEY"  # of the environment
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 ENGINE_CLOSE_S = 1.0  # time for the engine process to end by itself
-_BACKLOG = 2048  # connections that wait to be accepted, the same as uvicorn's
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -54,16 +52,18 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler])
     server_config = with_all_keys(server_config, os.environ)
     _check_certificate(server_config)
-    with _bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
+    with bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
         # Fetched here, not in the event loop: Ctrl-C still stops a long download.
-        find_model(engine_config)
-        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
-            return runner.run(_serve(engine_config, server_config, listener))
+        source = find_model(engine_config)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(engine_config, source, server_config, listener))
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
+async def _serve(
+    engine_config: EngineConfig, source: ModelSource, server_config: ServerConfig, listener: socket.socket
+) -> int:
     signals = _Signals()
-    starting = asyncio.create_task(AsyncEngine.start(engine_config))
+    starting = asyncio.create_task(_start(engine_config, source))
     await _any_of(starting, signals.first)
     if not starting.done():
         starting.cancel()
@@ -80,9 +80,32 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
         await engine.close(0 if signals.second.done() else ENGINE_CLOSE_S)
 
 
+async def _start(config: EngineConfig, source: ModelSource) -> AsyncEngine:
+    """Start the engine's process first: what it imports and what this one imports takes seconds each."""
+    launched = await launch(config)
+    try:
+        async_engine = await asyncio.to_thread(_import_the_rest)
+    except BaseException:
+        await launched.kill()
+        raise
+    return await async_engine.join(launched, source)
+
+
+def _import_the_rest() -> type[AsyncEngine]:
+    """Import what `_serve_engine` needs too, while there is time."""
+    gc.disable()  # imports leave no garbage, and collections would take a tenth of their time
+    importlib.import_module("mini_sglang.server.http_server")
+    from mini_sglang.ipc.async_engine import AsyncEngine
+
+    gc.enable()
+    return AsyncEngine
+
+
 async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: socket.socket, signals: _Signals) -> int:
+    from mini_sglang.server.http_server import HttpServer
+
     server = HttpServer(engine, config, listener)
-    _listen(listener, config)
+    listen(listener, config)
     serving = asyncio.create_task(server.serve([listener]))
     died = asyncio.create_task(engine.wait_dead())
     await _any_of(serving, died, signals.first)
@@ -125,46 +148,6 @@ class _Signals:
             self.second.set_result(None)
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers, which `_Signals` replaces."""
-
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
-        self.app = create_app(engine, engine.tokenizer, config)
-        timeout = math.ceil(config.shutdown_timeout_s) + 1  # one second for the errors when the engine is closed
-        protocol = functools.partial(Connection, limits=config, most=max_connections())
-        super().__init__(
-            uvicorn.Config(
-                self.app,
-                http=cast(type[asyncio.Protocol], protocol),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,  # the app has its own, with the time that an answer took
-                ssl_certfile=config.ssl_certfile,
-                ssl_keyfile=config.ssl_keyfile,
-                timeout_keep_alive=math.ceil(config.idle_timeout_s),
-                timeout_graceful_shutdown=timeout,
-            )
-        )
-        scheme = "http" if config.ssl_certfile is None else "https"
-        self._greeting = f"Serving {engine.info.model} at {scheme}://{_address(config, listener.getsockname()[1])}"
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        # Full collections halt every stream, with hundreds of them for 40 ms. So they skip the objects that live as
-        # long as the server, and run once in about a thousand requests.
-        gc.freeze()
-        gc.set_threshold(*gc.get_threshold()[:2], 50)
-        try:
-            print(self._greeting, flush=True)
-        except OSError as error:  # a full disk or a pipe that nobody reads: no reason not to serve
-            logger.warning("%s (which cannot be written to stdout: %s)", self._greeting, error)
-
-
 def with_all_keys(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
     """Add the keys in `api_key_file` and in the environment, which white space separates, to `api_key`.
 
@@ -198,34 +181,3 @@ def _check_certificate(config: ServerConfig) -> None:
         raise ValueError(
             f"ssl_certfile and ssl_keyfile must be a PEM certificate and its key without a password: {error}"
         ) from error
-
-
-def _bind(config: ServerConfig) -> socket.socket:
-    """Make a socket that holds the address but does not listen yet."""
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise _refused(config, error) from error
-    return listener
-
-
-def _listen(listener: socket.socket, config: ServerConfig) -> None:
-    """Listen before uvicorn does: with uvloop it reports no error if another server has come to listen there."""
-    try:
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise _refused(config, error) from error
-
-
-def _refused(config: ServerConfig, error: OSError) -> OSError:
-    """The system's error about the address, and the option that chooses another."""
-    taken = error.errno in (errno.EADDRINUSE, errno.EACCES)  # the latter for ports below 1024
-    advice = "choose another --port (0: a free one)" if taken else "--host must be an address of this machine"
-    return OSError(f"cannot listen at {_address(config, config.port)}: {error.strerror or error}; {advice}")
-
-
-def _address(config: ServerConfig, port: int) -> str:
-    return f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mini_sglang.config import EngineConfig
 
@@ -224,10 +224,19 @@ def _local(name: str, path: Path, weights_needed: bool) -> ModelSource:
 
 def _from_huggingface(name: str, revision: str | None, patterns: list[str], tried: list[str]) -> Path:
     from huggingface_hub import errors, snapshot_download  # not above: a start that fetches nothing saves 0.1 s
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        """Taken away when all files are there, as they are at most starts."""
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{**settings, "leave": False})  # type: ignore[no-untyped-call]
 
     where = f"Hugging Face repository {name!r}" + (f" at revision {revision!r}" if revision else "")
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS, tqdm_class=Bar
+        )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         match error:  # the first that fits: some are kinds of others
             case errors.GatedRepoError():

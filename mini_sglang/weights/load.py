@@ -10,14 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
+from mini_sglang.weights.progress import progress
 from mini_sglang.weights.safetensors import open_safetensors
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot, listed
 
@@ -96,8 +95,5 @@ def _is_ignored(name: str, tied: bool) -> bool:
 
 
 def _fill(plan: Sequence[tuple[CheckpointTensor, WeightSlot]], title: str, show_progress: bool) -> None:
-    console = Console(stderr=True)
-    # a file has no use for a bar, and may be on a full disk
-    shown = show_progress and (console.is_terminal or console.is_jupyter)
-    for tensor, slot in track(plan, title, console=console, transient=True, disable=not shown):
+    for tensor, slot in progress(plan, title, show=show_progress):
         slot.load(tensor)

@@ -21,6 +21,11 @@ def was_chunked(seen: Seen) -> bool:
     return any(not chunk.samples for chunk in seen.steps.chunks_of(seen.request_ids))
 
 
+def was_predicted(seen: Seen) -> bool:
+    """Every step was; those that compute a prompt beside decodes are bounded by it."""
+    return all(step.predicted_us is not None for step in seen.steps.steps)
+
+
 def hit_inside_page(seen: Seen) -> bool:
     """The cell's request did, unless it had to compute all of its prompt for its log-probabilities; a later one did."""
     if seen.params.prompt_logprobs is None:

@@ -86,6 +86,14 @@ FEATURES = (
         evidence=evidence.was_chunked,
     ),
     Feature(
+        name="bounded steps",
+        short="ms",
+        meaning="Beside requests that decode, prompts get as many tokens as are expected to take a millisecond.",
+        settings={"max_step_ms": 1},
+        later=[Other(own=9)],
+        evidence=evidence.was_predicted,
+    ),
+    Feature(
         name="preemption",
         short="preempt",
         meaning="The pool is too small for all that run: the request gives its pages back and resumes later.",

@@ -24,6 +24,7 @@ class Step(msgspec.Struct, tag="step", tag_field="kind"):
     step: int
     at_us: int
     read_us: int = 0
+    predicted_us: int | None = None
     decode_ids: list[str] | None = None  # in the file, None means those of the line before
     chunks: list[Chunk] = []
     admitted: list[str] = []

@@ -17,6 +17,7 @@ from mini_sglang.scheduling.policy import MAX_OVERTAKEN
 from mini_sglang.scheduling.radix_cache import Match
 from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation, generate
+from mini_sglang.scheduling.step_cost import StepCost, work_of
 
 
 def config(**fields: object) -> ResolvedConfig:
@@ -791,3 +792,84 @@ def test_a_client_that_got_a_short_answer_is_expected_to_get_short_ones() -> Non
         simulation.add(request(name, distinct(2 + i, 4), max_tokens=150, client=name.split()[0]))
     simulation.run()
     assert list(simulation.finished) == ["short", "new 1", "brief 1", "brief 2", "new 2"]
+
+
+# -- the time of a step -----------------------------------------------------------------------------------------------
+
+COST = StepCost(step=4000, decode=20, context=0.04, token=25, pair=0.001)
+
+
+def served(**fields: object) -> Simulation:
+    settings = {"max_step_ms": 20, "max_prefill_tokens": 8192, "num_pages": 20_000, "context_length": 50_000}
+    return Simulation(config(**{"page_size": 16, **settings, **fields}), cost=COST)
+
+
+def step_us(simulation: Simulation) -> float:
+    """What the next step takes by COST."""
+    simulation.step()
+    return COST.predict(work_of(simulation.scheduler.latest_step.batch.rows))
+
+
+def test_a_prompt_alone_takes_as_many_tokens_as_the_budget_allows() -> None:
+    simulation = served(run_ahead=1)
+    simulation.add(request("a", distinct(1, 8000)))
+    simulation.step()
+    assert rows(simulation.scheduler.latest_step.batch) == [(0, 8000, True)]
+
+
+def test_beside_a_stream_no_step_is_predicted_to_take_longer_than_allowed() -> None:
+    simulation = served(run_ahead=1)
+    simulation.add(request("stream", distinct(1, 4), max_tokens=1000))
+    simulation.step()
+    for name in range(20):
+        simulation.add(request(f"prompt {name}", distinct(name + 2, 300 + 200 * name), max_tokens=100))
+    took = [step_us(simulation) for _ in range(40)]
+    assert max(took) <= 20_000
+    assert sorted(took)[20] > 19_000  # and what is allowed is used
+
+
+@pytest.mark.parametrize(("run_ahead", "mask_delay"), [(1, 0), (1, 3), (2, 1)])
+def test_beside_a_stream_whose_mask_is_late_no_step_takes_longer_either(run_ahead: int, mask_delay: int) -> None:
+    """Under a grammar a stream skips steps: what they compute holds up its next token as much as what its own do."""
+    simulation = served(run_ahead=run_ahead)
+    simulation.mask_delay = mask_delay
+    simulation.add(Request("stream", distinct(1, 4), SamplingParams(max_tokens=1000, regex="a*"), seed=0))
+    while simulation.scheduler.stats().num_generated_tokens < 2:
+        simulation.step()
+    for name in range(20):
+        simulation.add(request(f"prompt {name}", distinct(name + 2, 1500 + 200 * name), max_tokens=1))
+    assert all(step_us(simulation) <= 20_000 for _ in range(100))
+
+
+def test_beside_streams_that_take_all_the_time_a_prompt_gets_half_as_much() -> None:
+    simulation = served(max_step_ms=1, run_ahead=1)
+    for name in range(50):
+        simulation.add(request(f"stream {name}", distinct(name, 100), max_tokens=1000))
+    simulation.step()
+    decodes = step_us(simulation)
+    simulation.add(request("prompt", distinct(99, 2000), max_tokens=1))
+    assert decodes * 1.4 < step_us(simulation) <= decodes * 1.51
+
+
+def test_short_prompts_pass_a_long_one_that_goes_on_beside_them() -> None:
+    simulation = served(run_ahead=1)
+    simulation.add(request("stream", distinct(1, 4), max_tokens=3000))
+    simulation.step()
+    simulation.add(request("long", distinct(2, 40_000), max_tokens=1))
+    alone = steps_until(simulation, "long", short_prompts=0)
+    assert simulation.finished.pop("long") is FinishReason.LENGTH
+    simulation.add(request("long", distinct(3, 40_000), max_tokens=1))
+    assert steps_until(simulation, "long", short_prompts=1) <= 2 * alone + 2
+    waited = [name for name in simulation.requests if name.startswith("short") and name not in simulation.finished]
+    assert len(waited) <= 3  # the last steps have not been read
+
+
+def steps_until(simulation: Simulation, name: str, short_prompts: int) -> int:
+    """How many steps a request takes while as many prompts of 250 tokens arrive at each of them."""
+    for step in range(3000):
+        if name in simulation.finished:
+            return step
+        for index in range(short_prompts):
+            simulation.add(request(f"short {step} {index}", distinct(10 + step, 250), max_tokens=1))
+        simulation.step()
+    raise AssertionError("it does not end")

@@ -12,6 +12,7 @@ from mini_sglang.outputs import FinishReason
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.simulation import Simulation
+from mini_sglang.scheduling.step_cost import StepCost
 
 # Prompts that share beginnings: cut from a few long sequences, with a different end now and then.
 PROMPTS = st.builds(
@@ -38,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         schedule=st.sampled_from(["fcfs", "lpm", "priority"]),
         expected_output=st.sampled_from([0.0, 0.0, 128.0]),  # 0: admits so boldly that many are preempted
         mask_delay=st.integers(0, 2),
+        step_ms=st.sampled_from([0, 0, 1, 5]),
     )
     def start(
         self,
@@ -51,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         schedule: str,
         expected_output: float,
         mask_delay: int,
+        step_ms: int,
     ) -> None:
         self.simulation = Simulation(
             ResolvedConfig(
@@ -62,8 +65,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache=cache,  # type: ignore[arg-type]
                 schedule=schedule,  # type: ignore[arg-type]
                 run_ahead=run_ahead,
+                max_step_ms=step_ms,
             ),
             mask_delay=mask_delay,
+            cost=StepCost(step=200, decode=50, context=1, token=100, pair=1),
         )
         self.simulation.scheduler.expected_output = expected_output
         self.context_length = context_length

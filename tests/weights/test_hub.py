@@ -5,12 +5,20 @@ Downloads are real pip runs; the package index is a folder with a wheel that the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
+import pty
 import subprocess
 import sys
+import termios
+import threading
 import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -172,6 +180,43 @@ class TestPaths:
             resolve_model("")
 
 
+class _Hub(BaseHTTPRequestHandler):
+    """A hub with one repository."""
+
+    files: ClassVar = {"config.json": b"{}", "model.safetensors": b"{}"}
+    commit = "0" * 40
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        answer: object = None
+        if path.startswith("/api/models/some/model/revision/"):
+            answer = {"id": "some/model", "sha": self.commit, "siblings": [{"rfilename": file} for file in self.files]}
+        elif path.startswith("/api/models/some/model/tree/"):
+            answer = [{"type": "file", "path": file, "size": 2, "oid": "1" * 40} for file in self.files]
+        body = self.files[name] if path.startswith("/some/model/resolve/") else json.dumps(answer).encode()
+        self.send_response(404 if body == b"null" else 200)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("etag", f'"{name}"')
+        self.send_header("x-repo-commit", self.commit)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def small_hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 class TestHubs:
     def test_an_id_that_cannot_be_reached_says_what_was_tried(self, tmp_path: Path) -> None:
         program = "from mini_sglang.weights.hub import resolve_model; resolve_model('nobody/nothing', revision='v1')"
@@ -195,6 +240,26 @@ class TestHubs:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
         result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert result.stdout.strip() == str(snapshot), result.stderr
+
+    def test_a_hub_leaves_no_bar_on_a_terminal(self, tmp_path: Path, small_hub: str) -> None:
+        program = "from mini_sglang.weights.hub import resolve_model; print(resolve_model('some/model').path)"
+        settings = {"HF_ENDPOINT": small_hub, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(
+            command, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=theirs, check=True
+        )
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # what Linux says when the other side is closed
+            while chunk := os.read(ours, 1 << 16):
+                shown += chunk
+        os.close(ours)
+        assert (Path(done.stdout.decode().strip()) / "config.json").read_text() == "{}"
+        assert b"Fetching 2 files" in shown
+        assert shown.count(b"\n") == shown.count(b"\x1b[A")  # as many lines up again as down
+        assert shown.split(b"\r")[-2].isspace()  # what was there is written over
 
     def test_modelscope_without_its_package_names_the_extra(self) -> None:
         program = (
