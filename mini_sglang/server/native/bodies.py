@@ -71,4 +71,4 @@ class AbortBody(Body):
 class ProfileBody(Body):
     """POST /start_profile: with `num_steps` the trace ends by itself, else with /stop_profile."""
 
-    num_steps: Annotated[int, Field(ge=1)] | None = None
+    num_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
