@@ -6,6 +6,7 @@ Takes FUZZ_SECONDS (20); `make fuzz` takes ten minutes.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +44,7 @@ def test_no_request_harms_the_server(start_server: StartServer, checkpoints: Che
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
     assert canary() == fresh
-    gauges = [line.rpartition(" ") for line in server.get("/metrics").text.splitlines() if not line.startswith("#")]
-    held = {name: float(value) for name, _, value in gauges}
-    for name in ("running_requests", "waiting_requests", "kv_used_pages"):
-        assert held[f"mini_sglang_{name}"] == 0
+    gauges = dict(re.findall(r"^mini_sglang:(\w+)(?:\{.*\})? (\S+)$", server.get("/metrics").text, re.MULTILINE))
+    for name in ("num_requests_running", "num_requests_waiting", "kv_used_pages"):
+        assert float(gauges[name]) == 0
     assert "Traceback" not in server.log.read_text()
