@@ -24,7 +24,6 @@ from mini_sglang.options import FAILED, USER_ERROR, Parser, add_command, add_fie
 from mini_sglang.sampling_params import SamplingParams
 
 INTERRUPTED = 130
-SERVED_STEP_MS = 40  # people read along: no token comes more than about that much later than the one before it
 _HUSHED = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -139,7 +138,7 @@ def _build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     command = add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API and others", serve)
-    add_fields(command, EngineConfig, "engine", defaults={"max_step_ms": SERVED_STEP_MS})
+    add_fields(command, EngineConfig, "engine")
     add_fields(command, ServerConfig, "server")
 
     command = add_command(commands, "chat", "talk to a model in the terminal", chat)

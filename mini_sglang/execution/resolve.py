@@ -61,6 +61,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
         "context_length": context_length,
         "max_running_requests": slots,
         "max_prefill_tokens": config.max_prefill_tokens or (512 if on_cpu else 8192),
+        "max_step_ms": config.max_step_ms or 0,
         "num_pages": _cpu_pages(config, model, dtype, context_length, slots)
         if on_cpu
         else config.num_pages or most_pages,

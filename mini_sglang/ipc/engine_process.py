@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 logger = logging.getLogger(__name__)
 
 _PARENT_CHECK_MS = 500
+_STEP_MS = {"cpu": 200, "cuda": 40}  # by device: on a CPU decodes alone may take more than 40
 _LINGER_MS = 1000  # time for the last message to leave when the process ends
 
 
@@ -42,7 +43,7 @@ def main(address: str, parent_pid: int) -> int:
     try:
         engine_class = _imported()
         try:
-            engine = engine_class(config)
+            engine = engine_class(_with_bounded_steps(config))
         except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
             socket.send(messages.encode(messages.Fatal(str(error), is_setting=True)))
             return 1
@@ -66,6 +67,16 @@ def _imported() -> type[Engine]:
 
     gc.enable()
     return Engine
+
+
+def _with_bounded_steps(config: EngineConfig) -> EngineConfig:
+    """`config` with a bound for the time of a step, if it leaves that open: people read along."""
+    if config.max_step_ms is not None:
+        return config
+    import torch
+
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return config.replace(max_step_ms=_STEP_MS["cuda" if on_gpu else "cpu"])
 
 
 class EngineLoop:

@@ -121,7 +121,7 @@ def test_it_says_once_what_was_chosen_and_nothing_else(started: Started, model: 
     assert [stamp.sub("", line) for line in lines[:3]] == [
         "INFO engine: device cpu, 1 thread; dtype float32; attention backend cpu; no CUDA graphs",
         "INFO engine: KV cache of 64 pages, 1,024 tokens; context length 256 tokens",
-        "INFO engine: most running requests 64; budget of a step 512 tokens, and 40 ms beside decodes",
+        "INFO engine: most running requests 64; budget of a step 512 tokens, and 200 ms beside decodes",
     ]
     requests = [line for line in lines if "server.request_log" in line]
     assert lines[3:] == [*requests, lines[-2], ""]
