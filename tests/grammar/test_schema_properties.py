@@ -137,7 +137,8 @@ def test_whole_answers_are_valid_and_no_answer_fails(
         for seed in range(3)
     ]
     if refusal := refused(engine, params[0]):
-        assert re.match("response_format cannot be followed: [^{}]*$", refusal)
+        without_names = re.sub('"[^"]*"', "", refusal)  # which may be patterns
+        assert re.match("response_format cannot be followed: [^{}]*$", without_names)
         assert refused(engine, params[1]) == refusal
         return
     fits = jsonschema_rs.validator_for(schema, validate_formats=True)
