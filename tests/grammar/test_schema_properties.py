@@ -137,7 +137,7 @@ def test_whole_answers_are_valid_and_no_answer_fails(
         for seed in range(3)
     ]
     if refusal := refused(engine, params[0]):
-        without_names = re.sub('"[^"]*"', "", refusal)  # which may be patterns
+        without_names = re.sub('property "[^"]*"', "property", refusal)  # a name may be a pattern, which has braces
         assert re.match("response_format cannot be followed: [^{}]*$", without_names)
         assert refused(engine, params[1]) == refusal
         return

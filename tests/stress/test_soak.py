@@ -35,7 +35,7 @@ def test_mixed_traffic_violates_nothing(tmp_path: Path) -> None:
     summary = run.summary()
     assert summary["requests"] > 50
     assert {"mini_sglang", "engine_process"} <= set(summary["processes"])
-    assert sum(summary["by_kind"]["flood"].values()) > 0  # a fast server may take it whole
+    assert summary["by_kind"]["flood"]["429"] > 0
     assert summary["by_kind"]["canary"]["200"] > 0
 
 
@@ -87,7 +87,7 @@ def test_a_wrong_answer_is_a_violation(kind: traffic.Kind, answer: httpx.Respons
 @pytest.mark.parametrize("num_refused", [0, 7])
 def test_a_flood_may_be_answered_whole_or_in_part(num_refused: int) -> None:
     refused = [httpx.Response(429, json={}, headers={"retry-after": "1"}) for _ in range(num_refused)]
-    served = httpx.Response(200, json={"token_ids": [1, 2, 3, 4]})
+    served = httpx.Response(200, json={"token_ids": [1] * traffic.FLOOD_TOKENS})
     client = ask_scripted(traffic.flood, lambda _: refused.pop() if refused else served)
     assert client.ended == Counter({("flood", "200"): 8 - num_refused, ("flood", "429"): num_refused})
 
