@@ -8,7 +8,7 @@ them moves more bytes than attending to them.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,42 +17,28 @@ from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.kernels.interface import KVCells
 
+if TYPE_CHECKING:  # it needs Numba
+    from mini_sglang.kernels.cpu.kernels import CpuKernels
+
 _ROWS_MULTIPLE = 64  # of queries and keys, where attention is compiled for their numbers
 
 
-class DecodeKernel(Protocol):
-    """Attends one token of each row to the cells of its pages, in the pool's own dtype."""
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        page_table: torch.Tensor,
-        lengths: torch.Tensor,
-        page_size: int,
-        window: int | None,
-    ) -> torch.Tensor:
-        """q [rows, heads, head_dim], page_table [rows, pages] int64, lengths [rows] int64: tokens seen -> as q"""
-        ...
-
-
 class ReferenceBackend:
-    """Reads and writes `pool` with gathers and scatters of whole pages, but for decodes if they have a `kernel`.
+    """Reads and writes `pool` with gathers and scatters of whole pages, but for decodes where `kernels` do them.
 
     With `window` a token sees the last `window` positions only, its own included.
     """
 
     def __init__(
-        self, pool: KVPool, dtype: torch.dtype, window: int | None = None, kernel: DecodeKernel | None = None
+        self, pool: KVPool, dtype: torch.dtype, window: int | None = None, kernels: CpuKernels | None = None
     ) -> None:
         self._pool = pool
         self._dtype = dtype
         self._window = window
-        self._kernel = kernel
+        self._kernels = kernels
 
     def plan(self, metadata: AttentionMetadata) -> ReferencePlan:
-        return ReferencePlan(self._pool, metadata, self._dtype, self._window, self._kernel)
+        return ReferencePlan(self._pool, metadata, self._dtype, self._window, self._kernels)
 
 
 class ReferencePlan:
@@ -64,7 +50,7 @@ class ReferencePlan:
         metadata: AttentionMetadata,
         dtype: torch.dtype,
         window: int | None,
-        kernel: DecodeKernel | None,
+        kernels: CpuKernels | None,
     ) -> None:
         self._pool = pool
         device = metadata.page_table.device
@@ -77,10 +63,10 @@ class ReferencePlan:
             if count > 1
         ]
         self._decode: _Decode | _CompiledDecode | None = None
-        if decode_rows and kernel is None:
+        if decode_rows and kernels is not None:
+            self._decode = _CompiledDecode(pool, metadata, decode_rows, kernels, window)
+        elif decode_rows:
             self._decode = _Decode(pool, metadata, decode_rows, dtype, window)
-        elif decode_rows and kernel is not None:
-            self._decode = _CompiledDecode(pool, metadata, decode_rows, kernel, window)
         # None: every token is a decode row, in order, so no gather is needed
         self._decode_tokens = (
             torch.tensor([firsts[row] for row in decode_rows], device=device) if self._chunks and decode_rows else None
@@ -108,10 +94,9 @@ class _Decode:
     ) -> None:
         self._pool = pool
         device = metadata.page_table.device
-        lengths = [metadata.starts[row] + 1 for row in rows]
-        num_pages = -(-max(lengths) // pool.page_size)
-        self._pages = _page_table(metadata, rows, num_pages).reshape(-1)
-        width = num_pages * pool.page_size
+        lengths, page_table = _lengths_and_pages(pool, metadata, rows)
+        self._pages = page_table.reshape(-1)
+        width = page_table.shape[1] * pool.page_size
         self._kv_shape = (2, len(rows), width, pool.num_kv_heads, pool.head_dim)
         # the query heads of a group are the query rows of their KV head
         self._q_shape = (len(rows), pool.num_kv_heads, -1, pool.head_dim)
@@ -129,27 +114,28 @@ class _CompiledDecode:
     """The same, in a kernel that reads the pages in place."""
 
     def __init__(
-        self, pool: KVPool, metadata: AttentionMetadata, rows: list[int], kernel: DecodeKernel, window: int | None
+        self, pool: KVPool, metadata: AttentionMetadata, rows: list[int], kernels: CpuKernels, window: int | None
     ) -> None:
         self._pool = pool
-        self._kernel = kernel
+        self._kernels = kernels
         self._window = window
-        lengths = [metadata.starts[row] + 1 for row in rows]
-        self._page_table = _page_table(metadata, rows, -(-max(lengths) // pool.page_size)).contiguous()
+        lengths, page_table = _lengths_and_pages(pool, metadata, rows)
+        self._page_table = page_table.contiguous()
         self._lengths = torch.tensor(lengths)
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
         keys, values = self._pool.key_cells[layer], self._pool.value_cells[layer]
-        return self._kernel.attend(
+        return self._kernels.attend(
             q.contiguous(), keys, values, self._page_table, self._lengths, self._pool.page_size, self._window
         )
 
 
-def _page_table(metadata: AttentionMetadata, rows: list[int], num_pages: int) -> torch.Tensor:
-    """The first pages of these rows [rows, num_pages]"""
+def _lengths_and_pages(pool: KVPool, metadata: AttentionMetadata, rows: list[int]) -> tuple[list[int], torch.Tensor]:
+    """How many tokens each of these rows sees, its own included, and the pages of them [rows, pages of the longest]"""
+    lengths = [metadata.starts[row] + 1 for row in rows]
     table = metadata.page_table if len(rows) == len(metadata.counts) else metadata.page_table[rows]
-    return table[:, :num_pages]
+    return lengths, table[:, : -(-max(lengths) // pool.page_size)]
 
 
 class _Chunk:
