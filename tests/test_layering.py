@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "ipc": set(),
     "ipc.messages": {"config", "outputs", "sampling_params", "scheduling"},
     "ipc.launch": {"config", "ipc.messages"},
-    "ipc.engine_process": {"child_process", "config", "engine", "errors", "ipc.messages"},
+    "ipc.engine_process": {"child_process", "config", "engine", "errors", "execution.resolve", "ipc.messages"},
     "ipc.async_engine": {
         "config",
         "errors",

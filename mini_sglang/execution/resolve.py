@@ -32,7 +32,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
     What fits into a GPU's memory is only known when the model is there: `num_pages`, if it was left open, is then the
     most that can be of use. Raises ValueError, naming the field, where a setting does not fit machine or model.
     """
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(config)
     on_cpu = device == "cpu"
     dtype = config.dtype if config.dtype != "auto" else _fastest_dtype(on_cpu)
     context_length = config.context_length or model.context_length
@@ -71,6 +71,11 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
         "num_threads": config.num_threads or threads,
     }
     return ResolvedConfig(**{**dataclasses.asdict(config), **known})
+
+
+def device_of(config: EngineConfig) -> str:
+    """cpu or cuda: the device asked for, or else a GPU where there is one."""
+    return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _graph_rows(config: EngineConfig, backend: str, slots: int, on_cpu: bool) -> int:

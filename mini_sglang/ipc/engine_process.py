@@ -73,10 +73,9 @@ def _with_bounded_steps(config: EngineConfig) -> EngineConfig:
     """`config` with a bound for the time of a step, if it leaves that open: people read along."""
     if config.max_step_ms is not None:
         return config
-    import torch
+    from mini_sglang.execution.resolve import device_of  # it takes seconds to import
 
-    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return config.replace(max_step_ms=_STEP_MS["cuda" if on_gpu else "cpu"])
+    return config.replace(max_step_ms=_STEP_MS[device_of(config)])
 
 
 class EngineLoop:

@@ -92,7 +92,7 @@ class Scheduler:
         self._pool_tokens = config.num_pages * config.page_size
         self._max_prefill_tokens = config.max_prefill_tokens
         self._max_step_us = 1000 * config.max_step_ms
-        self._cost = cost
+        self._cost = cost if config.max_step_ms else None  # None: steps are not bounded in time
         self._policy = POLICIES[config.schedule]()
         self._requests: dict[str, Request] = {}  # those that have not ended
         self._waiting: list[Request] = []  # in the policy's order
@@ -256,8 +256,10 @@ class Scheduler:
         running requests that skip this step, since their masks or pages are not there yet: the next one is theirs.
         """
         tokens = self._max_prefill_tokens - len(decodes)
+        if self._cost is None:
+            return PromptBudget(tokens)
         num_prefilling = sum(request.status is RequestStatus.RUNNING for request in prefilling)
-        if len(self._running) == num_prefilling or self._cost is None or self._max_step_us == 0:
+        if len(self._running) == num_prefilling:
             return PromptBudget(tokens)
         context = sum(request.num_computed_tokens for request in decodes)
         decode_us = self._cost.predict(Work(1, len(decodes), context, 0, 0))
