@@ -63,10 +63,11 @@ class DecodeGraphBackend(AttentionBackend, Protocol):
 class PrefillGraphBackend(AttentionBackend, Protocol):
     """A backend that can plan any step inside a CUDA graph.
 
-    Steps with a row of more than `max_graph_context` positions compute faster as `plan` plans them.
+    Large steps with a row that sees more than `short_context` positions compute faster in `long` tiles. The methods
+    that take `long` get the same for one step.
     """
 
-    max_graph_context: int  # positions
+    short_context: int  # positions
 
     def plan_prefill(
         self,
@@ -75,6 +76,8 @@ class PrefillGraphBackend(AttentionBackend, Protocol):
         starts: torch.Tensor,
         counts: torch.Tensor,
         tiles: torch.Tensor,
+        *,
+        long: bool = False,
     ) -> AttentionPlan:
         """Plan a step with any number of tokens per row, from device tensors alone.
 
@@ -84,10 +87,12 @@ class PrefillGraphBackend(AttentionBackend, Protocol):
         """
         ...
 
-    def max_prefill_tiles(self, rows: int, tokens: int) -> int:
+    def max_prefill_tiles(self, rows: int, tokens: int, *, long: bool = False) -> int:
         """The most tiles that a step of `rows` rows and `tokens` tokens can have."""
         ...
 
-    def prefill_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
+    def prefill_tiles(
+        self, starts: list[int], counts: list[int], number: int, idle_row: int, *, long: bool = False
+    ) -> list[int]:
         """The tiles of rows that compute `counts` tokens from `starts` on, padded to `number` with idle_row's."""
         ...

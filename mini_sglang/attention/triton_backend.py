@@ -56,9 +56,8 @@ class TritonBackend:
             self._long = self._short = PrefillTuning(block_queries=16)
         else:
             self._long = prefill_tuning(pool.head_dim, pool.page_size, dtype, device, pool.dtype)
-            # graphs use it too: they compute long prompts only in small steps
             self._short = short_prefill_tuning(self._long, pool.head_dim, dtype)
-        self.max_graph_context = SHORT_PREFILL if self._short != self._long else sys.maxsize
+        self.short_context = SHORT_PREFILL if self._short != self._long else sys.maxsize
         self._each_row = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.decode = PagedDecode(
             max_rows=max_rows,
@@ -79,7 +78,7 @@ class TritonBackend:
         # one transfer for all of it
         rows = send([lengths, starts, chunks, q_starts], device, torch.int32)
         longest = max((start + chunk for start, chunk in zip(starts, chunks, strict=True) if chunk), default=0)
-        tuning = self._short if longest <= self.max_graph_context else self._long
+        tuning = self._short if longest <= self.short_context else self._long
         tiles = prefill_tiles(starts, chunks, self.group, tuning)
         if self._deterministic:
             self.decode.plan_tiles(rows[1], rows[2], rows[3], send(tiles, device, torch.int64))
@@ -110,6 +109,8 @@ class TritonBackend:
         starts: torch.Tensor,
         counts: torch.Tensor,
         tiles: torch.Tensor,
+        *,
+        long: bool = False,
     ) -> TritonPlan | TritonDecodePlan:
         counts = torch.cat((counts[:-1], torch.zeros_like(counts[:1])))
         q_starts = (counts.cumsum(0) - counts).int()
@@ -119,14 +120,21 @@ class TritonBackend:
         lengths = torch.where(counts == 1, starts + 1, 0).int()
         self.decode.plan(lengths[:-1], q_starts[:-1])
         chunks = torch.where(counts > 1, counts, 0).int()
-        return TritonPlan(self, page_table, cells, starts.int(), chunks, q_starts, tiles, self._short, decodes=True)
+        return TritonPlan(
+            self, page_table, cells, starts.int(), chunks, q_starts, tiles, self._tuning(long), decodes=True
+        )
 
-    def max_prefill_tiles(self, rows: int, tokens: int) -> int:
-        return tokens // (self._short.block_queries // self.group) + min(rows, tokens)
+    def max_prefill_tiles(self, rows: int, tokens: int, *, long: bool = False) -> int:
+        return tokens // (self._tuning(long).block_queries // self.group) + min(rows, tokens)
 
-    def prefill_tiles(self, starts: list[int], counts: list[int], number: int, idle_row: int) -> list[int]:
-        tiles = prefill_tiles(starts, self._chunks(counts), self.group, self._short)
+    def prefill_tiles(
+        self, starts: list[int], counts: list[int], number: int, idle_row: int, *, long: bool = False
+    ) -> list[int]:
+        tiles = prefill_tiles(starts, self._chunks(counts), self.group, self._tuning(long))
         return tiles + [idle_row << 20] * (number - len(tiles))
+
+    def _tuning(self, long: bool) -> PrefillTuning:
+        return self._long if long else self._short
 
     def _chunks(self, counts: list[int]) -> list[int]:
         """Tokens of each row that are computed in tiles; single tokens are left to the splits of decode attention."""

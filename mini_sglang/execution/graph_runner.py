@@ -13,7 +13,13 @@ from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, graph_size
 from mini_sglang.execution.device_sampler import DeviceSampler
 from mini_sglang.execution.model_runner import ModelRunner
 from mini_sglang.execution.pinned_ring import PinnedRing
-from mini_sglang.execution.prefill_graph import PackedInputs, PrefillGraphs, PrefillInputs, prefill_sizes
+from mini_sglang.execution.prefill_graph import (
+    PrefillGraphs,
+    PrefillInputs,
+    packed_inputs,
+    prefill_graphs,
+    prefill_sizes,
+)
 from mini_sglang.execution.sampler import Sampled
 from mini_sglang.kernels.triton.decode_step import decode_inputs
 from mini_sglang.layers.forward_batch import ForwardBatch
@@ -33,10 +39,10 @@ class GraphRunner:
         self._eager, self._sampler, self._table = eager, sampler, eager.table
         memory = torch.cuda.graph_pool_handle()
         steps = GraphSteps(eager, sampler, backends, max_rows)
-        self._prefills: PrefillGraphs | None = None
+        self._prefills: list[PrefillGraphs] = []
         if backends.prefill is not None:
-            inputs = PackedInputs(self._table, backends.prefill, max_rows, max_tokens)
-            self._prefills = PrefillGraphs(steps.prefill, inputs, prefill_sizes(max_tokens), memory)
+            inputs = packed_inputs(self._table, backends.prefill, max_rows, max_tokens)
+            self._prefills = prefill_graphs(steps.prefill, inputs, max_tokens, memory)
         ring = PinnedRing(self._table.page_table, max_rows)
         self._decodes = DecodeGraphs(steps.decode, ring, self._table.idle_slot, memory)
 
@@ -47,10 +53,11 @@ class GraphRunner:
         if batch.is_decode and len(rows) <= self._decodes.max_rows:
             return self._decode(rows, pages)
         self._table.write_pages(pages)
-        if self._prefills is not None and self._prefills.fits(rows) and not self._table.ask_prompt_logprobs(rows):
-            step = self._prefills.replay(rows)
-            return self._sampler.complete([row for row in rows if row.samples], step.token_ids, step.logits)
-        return self._eager.compute(rows)
+        graphs = next((graphs for graphs in self._prefills if graphs.fits(rows)), None)
+        if graphs is None or self._table.ask_prompt_logprobs(rows):
+            return self._eager.compute(rows)
+        step = graphs.replay(rows)
+        return self._sampler.complete([row for row in rows if row.samples], step.token_ids, step.logits)
 
     def _decode(self, rows: list[Row], pages: dict[int, int]) -> Sampled:
         if len(pages) > self._decodes.max_rows:  # requests with equal answers have changed over to each other's pages
@@ -119,9 +126,9 @@ def _launch_graphs(
 ) -> None:
     ring = PinnedRing(eager.table.page_table, len(slots))
     if backends.prefill is not None:
-        inputs = PackedInputs(eager.table, backends.prefill, len(slots), max_tokens)
-        for size in _some_of(prefill_sizes(max_tokens)):
-            steps.prefill(inputs.of_size(size))
+        for inputs in packed_inputs(eager.table, backends.prefill, len(slots), max_tokens):
+            for size in _some_of(prefill_sizes(max_tokens)):
+                steps.prefill(inputs.of_size(size))
     ring.take()
     for size in _some_of(graph_sizes(len(slots))):
         ring.leave(steps.decode(slots[:size]).token_ids)

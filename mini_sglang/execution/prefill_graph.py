@@ -1,13 +1,15 @@
-"""Prefill steps as CUDA graphs, one for each of several token counts, whichever rows the tokens belong to.
+"""Prefill steps as CUDA graphs, one for each of many token counts, whichever rows the tokens belong to.
 
-Launching every kernel of such a step costs the host more time than a small model's kernels take. The host sends the
-rows as one list of integers, and the graph computes everything else from it. Padding tokens belong to the idle slot,
-whose cells no request reads. Knows tensors and rows, no request.
+Launching every kernel of such a step costs the host more time than a small model's kernels take, and a product of a new
+shape may bring a kernel that the driver loads only once the device has done all that was queued before. The host sends
+the rows as one list of integers, and the graph computes everything else from it. Padding tokens belong to the idle
+slot, whose cells no request reads. Knows tensors and rows, no request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +22,7 @@ from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sam
 from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.scheduling.batch import Row
 
-_SPARE = 64  # padding tokens that any step may compute
-_FINE_UP_TO = 2048  # tokens: larger steps spend a smaller part on launches, and only the largest has a graph
+_LARGE = 2048  # tokens; attention is a small part of smaller steps, so they have no second graph for long contexts
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class PrefillInputs:
     forward: ForwardBatch
     slots: torch.Tensor  # [R] int64: those of the rows that sample, padded with the idle slot
     positions: torch.Tensor  # [R] int32: those of the tokens that are sampled
+
+
+def prefill_graphs(
+    step: Callable[[PrefillInputs], GraphStep], inputs: Sequence[PackedInputs], max_tokens: int, pool: Any
+) -> list[PrefillGraphs]:
+    """The graphs of all steps of up to `max_tokens` tokens; the first that fits a step is the fastest."""
+    sizes = prefill_sizes(max_tokens)
+    large = [size for size in sizes if size > _LARGE]
+    of_inputs = [(packed, large if packed.long else sizes) for packed in inputs]
+    return [PrefillGraphs(step, packed, sizes, pool) for packed, sizes in of_inputs if sizes]
 
 
 class PrefillGraphs:
@@ -45,14 +56,12 @@ class PrefillGraphs:
         )
 
     def fits(self, rows: list[Row]) -> bool:
-        """Whether a graph computes these rows with little padding, and its attention suits prompts of their length."""
+        """Whether a graph computes these rows, in tiles that suit contexts of their length."""
         tokens = sum(row.count for row in rows)
         if len(rows) > self._inputs.max_rows or tokens > self._graphs.sizes[-1]:
             return False
         longest = max((row.start + row.count for row in rows if row.count > 1), default=0)
-        if tokens > _FINE_UP_TO and longest > self._inputs.backend.max_graph_context:
-            return False
-        return self._graphs.size_for(tokens) - tokens <= max(_SPARE, min(tokens, _FINE_UP_TO) // 4)
+        return tokens <= _LARGE or self._inputs.long or longest <= self._inputs.backend.short_context
 
     def replay(self, rows: list[Row]) -> GraphStep:
         """Run one step that `fits`. The result has one entry for each row that samples."""
@@ -65,13 +74,15 @@ class PackedInputs:
     """The rows of a step as one list of integers on the device, from which the step's tensors are computed there.
 
     The list has slot, start and count of each row, then slot, position and last token of each row that samples, then
-    the tiles of prefill attention.
+    the tiles of prefill attention, which suit long contexts if they are `long`.
     """
 
-    def __init__(self, table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int) -> None:
-        self.backend, self.max_rows = backend, max_rows
+    def __init__(
+        self, table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int, *, long: bool = False
+    ) -> None:
+        self.backend, self.max_rows, self.long = backend, max_rows, long
         self._table = table
-        tiles = backend.max_prefill_tiles(max_rows, max_tokens)
+        tiles = backend.max_prefill_tiles(max_rows, max_tokens, long=long)
         self._packed = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
 
     def send(self, rows: list[Row], size: int) -> None:
@@ -86,8 +97,8 @@ class PackedInputs:
         packed += [row.slot for row in sampling] + [idle] * spare
         packed += [row.start + row.count for row in sampling] + [0] * spare
         packed += last_tokens_of_sampling_rows(rows) + [0] * spare
-        tiles = self.backend.max_prefill_tiles(self.max_rows, size)
-        packed += self.backend.prefill_tiles(starts, counts, tiles, idle_row=self.max_rows)
+        tiles = self.backend.max_prefill_tiles(self.max_rows, size, long=self.long)
+        packed += self.backend.prefill_tiles(starts, counts, tiles, idle_row=self.max_rows, long=self.long)
         self._packed[: len(packed)].copy_(staged(packed, self._packed.device), non_blocking=True)
 
     def of_size(self, size: int) -> PrefillInputs:
@@ -104,7 +115,8 @@ class PackedInputs:
             table.cells(slot_of_token, positions),
             starts,
             counts,
-            self._packed[6 * rows + 3 :][: self.backend.max_prefill_tiles(rows, size)],
+            self._packed[6 * rows + 3 :][: self.backend.max_prefill_tiles(rows, size, long=self.long)],
+            long=self.long,
         )
         input_ids = table.tokens[slot_of_token, positions]
         return PrefillInputs(
@@ -112,7 +124,17 @@ class PackedInputs:
         )
 
 
+def packed_inputs(
+    table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int
+) -> list[PackedInputs]:
+    """Inputs in tiles for short contexts, and in those for long ones where they differ."""
+    kinds = (False, True) if backend.short_context < sys.maxsize else (False,)
+    return [PackedInputs(table, backend, max_rows, max_tokens, long=long) for long in kinds]
+
+
 def prefill_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens in steps of 64, from 512 on of 128 and from 1,024 on of 256, up to 2,048; and `max_tokens`."""
-    sizes = [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, _FINE_UP_TO + 1, 256)]
-    return [*(size for size in sizes if size < max_tokens), max_tokens]
+    """Numbers of tokens, each 32 more than the last, above 2,048 by up to a sixteenth; the last is `max_tokens`."""
+    sizes = [32]
+    while sizes[-1] < max_tokens:
+        sizes.append(sizes[-1] + (32 if sizes[-1] < _LARGE else 1 << sizes[-1].bit_length() - 5))
+    return [*sizes[:-1], max_tokens]

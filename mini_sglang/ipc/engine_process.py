@@ -48,6 +48,8 @@ def main(address: str, parent_pid: int) -> int:
             socket.send(messages.encode(messages.Fatal(str(error), is_setting=True)))
             return 1
         socket.send(messages.encode(messages.Ready(engine_info(engine))))
+        gc.collect()
+        gc.freeze()  # modules and graphs stay: a full collection that looks at them delays a step by 0.1 s
         EngineLoop(engine, socket, parent_pid).run()
         engine.close()
         return 0
