@@ -108,6 +108,16 @@ def online_rows(online: Figures) -> Rows:
     return rows
 
 
+def serving_rows(serving: Figures) -> Rows:
+    """Of gpu_serving.py: a row for each rate."""
+    rows = [["Load", "TTFT p50 / p99, ms", "ITL p50 / p99, ms", "TPOT p50, ms", "output tok/s", "within limits"]]
+    for run in serving["results"]:
+        latencies = [f"{run[name]['p50']:,.0f} / {run[name]['p99']:,.0f}" for name in ("ttft_ms", "itl_ms")]
+        outcome = [f"{run['output_tokens_per_second']:,.0f}", f"{run['good_share']:.0%}"]
+        rows.append([f"{run['rate']:g}/s", *latencies, f"{run['tpot_ms']['p50']:.1f}", *outcome])
+    return rows
+
+
 def budget_rows(online: Figures) -> Rows:
     """Of servers with several token budgets of a step."""
     rows = [["Load", "Engine", "Tokens a step", "TTFT p50 / p99, ms", "ITL p99, ms", "output tok/s", "within limits"]]
@@ -177,6 +187,7 @@ BLOCKS = [
     Block("h200", ("h200-peers.json",), gpu_rows),
     Block("h200-own", ("h200.json",), own_gpu_rows, "python benchmarks/gpu.py"),
     Block("h200-online", ("h200-online-peers.json",), online_rows),
+    Block("h200-serving", ("h200-serving-online.json",), serving_rows),
     Block("h200-budget", ("h200-online-peers.json",), budget_rows),
     Block("h200-tp2", ("h200-tp2-peers.json", "h200-tp2.json"), tp_rows),
     Block("transformers", ("cpu-transformers.json",), transformers_rows),
