@@ -17,7 +17,7 @@ WORKERS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),0,auto)
 # On a machine without an NVIDIA GPU this torch comes first, or pip would bring the newest with gigabytes of CUDA.
 TORCH  := $(if $(shell command -v nvidia-smi 2>/dev/null),,torch==2.13.0)
 
-.PHONY: setup serve chat test test-clients lint docs fuzz soak mutants bench clean
+.PHONY: setup serve chat test test-clients test-fleet lint docs fuzz soak mutants bench clean
 
 setup: $(VENV)/.ready
 
@@ -40,6 +40,10 @@ test: setup
 # Programs that talk to the server (docs/api.md). They are large, so they have an environment of their own.
 test-clients: $(CLIENTS)/.ready
 	NODE_PATH=$(CURDIR)/$(CLIENTS)/node_modules $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+# Several servers behind a router. Takes minutes.
+test-fleet: $(CLIENTS)/.ready
+	$(CLIENTS)/bin/python -m pytest -s tests/fleet $(ARGS)
 
 $(CLIENTS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)

@@ -1,0 +1,136 @@
+"""SGLang's router in front of two servers: cached prefixes, a killed server, keys, streams and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fleet.conversations import run
+from tests.tiny import RunningServer, run_server, until
+
+if importlib.util.find_spec("sglang_router") is None:
+    pytest.skip("sglang-router is not installed", allow_module_level=True)
+
+PAGES = 460  # of a server; twice as many hold all conversations
+CHAT: dict[str, Any] = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Tell a story."}]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def routed(log: Path, workers: Sequence[RunningServer], policy: str, *options: str) -> Iterator[str]:
+    """The router's address, once it knows the workers' model."""
+    port = free_port()
+    command = (
+        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
+        *("--prometheus-port", str(free_port()), "--policy", policy, "--worker-urls", *(w.url for w in workers)),
+        *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
+    )
+    with log.open("wb") as file:
+        process = subprocess.Popen([*command, *options], stdout=file, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: _serves(url), limit_s=60)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _serves(url: str) -> bool:
+    try:
+        return bool(httpx.get(f"{url}/v1/models").json().get("data"))
+    except (httpx.HTTPError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def two_servers(folder: Path, *options: str) -> Iterator[list[RunningServer]]:
+    with contextlib.ExitStack() as servers:
+        yield [servers.enter_context(run_server(folder / name, *options)) for name in ("first", "second")]
+
+
+def test_conversations_stay_where_their_prefixes_are(tmp_path: Path) -> None:
+    pages = ("--num-pages", str(PAGES))
+    with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "cache_aware") as url:
+        aware = run(url, servers)
+    with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "round_robin") as url:
+        blind = run(url, servers)
+    with run_server(tmp_path / "joint", "--num-pages", str(2 * PAGES)) as server:
+        joint = run(server.url, [server])
+    print(f"\ncache_aware {aware}\nround_robin {blind}\none server {joint}")
+    assert aware.computed <= 1.15 * joint.computed
+    assert aware.cached >= 1.8 * blind.cached
+    assert max(aware.per_server) <= 1.3 * min(aware.per_server)
+
+
+def test_a_killed_server_takes_only_its_own_streams(tmp_path: Path) -> None:
+    with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, "round_robin") as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        streams = [client.chat.completions.create(**CHAT, max_tokens=200, stream=True) for _ in range(4)]
+        for stream in streams:
+            next(iter(stream))
+        for pid in (servers[0].process.pid, servers[0].engine_pid):
+            os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+
+        def rest(stream: Any) -> float | None:
+            """How long after the kill the stream broke, or None if it ended well."""
+            finish = None
+            try:
+                for chunk in stream:
+                    finish = chunk.choices[0].finish_reason if chunk.choices else finish
+            except (openai.APIError, httpx.HTTPError):
+                return time.monotonic() - killed
+            return None if finish is not None else time.monotonic() - killed
+
+        with ThreadPoolExecutor(4) as threads:
+            broke = [*threads.map(rest, streams)]
+        assert sum(seconds is not None for seconds in broke) == 2
+        assert all(seconds is None or seconds < 5 for seconds in broke)
+        for _ in range(6):
+            assert client.chat.completions.create(**CHAT, max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_what_servers_refuse_comes_back_as_it_is_and_counts_against_none(tmp_path: Path) -> None:
+    """The router's circuit breaker is off: it takes answers of 400 for failures of the server, ten of them for one."""
+    options = ("--api-key", "sesame", "--disable-retries", "--disable-circuit-breaker")
+    with (
+        two_servers(
+            tmp_path, "--api-key", "sesame", "--max-running-requests", "1", "--max-waiting-requests", "1"
+        ) as servers,
+        routed(tmp_path / "log", servers, "round_robin", *options) as url,
+        httpx.Client(base_url=url, headers={"authorization": "Bearer sesame"}, timeout=60) as client,
+    ):
+
+        def ask(**fields: Any) -> httpx.Response:
+            return client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 24, **fields})
+
+        for _ in range(24):
+            too_long = ask(messages=[{"role": "user", "content": "word " * 9000}])
+            assert too_long.status_code == 400
+            assert "8192" in too_long.json()["error"]["message"]
+        with ThreadPoolExecutor(12) as threads:
+            answers = [*threads.map(lambda _: ask(), range(12))]
+        assert {answer.status_code for answer in answers} == {200, 429}
+        assert all(int(answer.headers["retry-after"]) > 0 for answer in answers if answer.status_code == 429)
+        assert [ask().status_code for _ in range(4)] == [200] * 4
+        assert httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60).status_code == 401
