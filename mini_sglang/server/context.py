@@ -86,7 +86,7 @@ class ServerContext:
 
     @functools.cached_property
     def metrics(self) -> ServerMetrics:
-        return ServerMetrics(self.model_name)
+        return ServerMetrics(self.model_name, self.engine.info, self.config.metrics_names)
 
     @functools.cached_property
     def admission(self) -> Admission:
