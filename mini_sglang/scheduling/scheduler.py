@@ -34,10 +34,11 @@ Plan = dict[Request, int]  # number of tokens that the step computes of each req
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of this moment (the first six) and counters since the start."""
+    """Gauges of this moment (the first seven) and counters since the start."""
 
     num_running: int
     num_waiting: int
+    num_waiting_tokens: int  # of those that wait; some may be cached
     num_pages: int
     num_free_pages: int
     num_cached_pages: int  # in the prefix cache, held by no request
@@ -553,12 +554,13 @@ class Scheduler:
         return self._unread[-1]
 
     def stats(self) -> SchedulerStats:
-        """Return the figures of this moment. O(1)"""
+        """Return the figures of this moment. O(waiting requests)"""
         kv, counters = self.kv, self._counters
         free, cached = kv.num_free_pages, kv.num_cached_pages
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._requests) - len(self._running),
+            num_waiting_tokens=sum(request.num_tokens for request in self._waiting),
             num_pages=kv.num_pages,
             num_free_pages=free,
             num_cached_pages=cached,

@@ -227,7 +227,8 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
     """Run all choices at once and yield (choice, output) as outputs come. Leaving the iterator aborts what still runs.
 
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
-    a choice fails, 504 if the caller's deadline passes. Raises EngineDeadError if the engine ends.
+    a choice fails, 503 if the server is draining, 504 if the caller's deadline passes. Raises EngineDeadError if the
+    engine ends.
     """
     with _registered(context, job), _deadline(context, job) as passed:
         async with contextlib.aclosing(_run_choices(context, job)) as outputs:
@@ -268,18 +269,17 @@ def _timeout() -> ApiError:
 def _registered(context: ServerContext, job: Job) -> Iterator[None]:
     """Register a running job, so that the server counts its engine requests and finds them by the job's id.
 
-    Raises ApiError 400 if the id is taken, 429 if the queue is full.
+    Raises ApiError 400 if the id is taken, 429 if the queue is full, 503 if the server is draining.
     """
     if job.id in context.jobs or job.id in context.engine.request_ids:
         in_use = FieldError("request_id", f"{shorten(job.id)} is in use by a request under way")
         raise invalid(in_use, job.body.field_names, code=None)
     try:
-        with context.admission.places(job.caller.client, job.num_choices, job.work):
-            context.jobs[job.id] = [job.request_id(choice) for choice in range(job.num_choices)]
-            try:
-                yield
-            finally:
-                del context.jobs[job.id]
+        with (
+            context.running(job.id, [job.request_id(choice) for choice in range(job.num_choices)]),
+            context.admission.places(job.caller.client, job.num_choices, job.work),
+        ):
+            yield
     except FullError as full:
         limit = context.admission.limit
         message = f"the queue is full: the server takes at most {limit} requests at once"

@@ -3,7 +3,7 @@
 Each figure is kept and written once, by a collector whose name has no prefix; `_Names` shows its text with one.
 Tokens and requests are counted as requests run, at the times when the engine's tokens came in, however slowly a client
 reads. The engine's own figures are fetched from it at each scrape, so that an idle engine never shows old values. Knows
-engine outputs, no HTTP.
+engine outputs, no HTTP but the words for an answer.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _TOKEN_SECONDS = (
     *(0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT")
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
 _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 _REFUSED = "refused"  # a request whose own value is at fault, such as a grammar: no error of the server's
@@ -118,7 +119,19 @@ class ServerMetrics:
         self._choices = histogram("request_params_n", "Choices for a prompt", _CHOICES)
         self.latest_token = 0.0  # when one came, on time.perf_counter's clock
         self._names = _names_of(names)
-        self._process = ProcessCollector(registry=None)
+        # These have the names that the libraries of Prometheus and FastAPI give them, and no model.
+        plain = self._plain = CollectorRegistry()
+        ProcessCollector(registry=plain)
+        self._answers = Counter(
+            "http_requests", "Requests answered, but for probes", ["handler", "method", "status"], registry=plain
+        )
+        self._answer_times = Histogram(
+            "http_request_duration_seconds",
+            "From a request's first byte to its answer's last",
+            ["handler", "method"],
+            registry=plain,
+            buckets=(0.1, 0.5, 1),
+        )
 
     async def watch(
         self, outputs: AsyncGenerator[RequestOutput, None], max_tokens: int | None, choices: PromptChoices
@@ -187,11 +200,18 @@ class ServerMetrics:
         if request.tokens > 1:
             self._token_time.observe((request.latest - request.first) / (request.tokens - 1))
 
+    def count_answer(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count an answer over HTTP; what a client may invent becomes one word."""
+        if method not in _METHODS:
+            method = "other"
+        self._answers.labels(route, method, f"{status // 100}xx").inc()
+        self._answer_times.labels(route, method).observe(seconds)
+
     def render(self, stats: SchedulerStats | None) -> bytes:
         """The text format of Prometheus. `stats` is None if the engine did not answer."""
         self._up.set(0 if stats is None else 1)
         self._engine.stats = stats
-        texts = [generate_latest(self._process)]
+        texts = [generate_latest(self._plain)]
         for metric in self._registry.collect():
             text = generate_latest(_Only(metric))
             for names in self._names:
