@@ -9,19 +9,20 @@ engine outputs, no HTTP but the words for an answer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from mini_sglang.errors import FieldError
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput
-from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.scheduling.scheduler import STEP_SIZES, SchedulerStats
 
 MetricsNames = Literal["both", "mini_sglang", "vllm"]
 
@@ -331,7 +332,18 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)
             yield counter
+        if stats.step_sizes:
+            yield self._step_sizes(stats)
         yield from self._vllms(stats)
+
+    def _step_sizes(self, stats: SchedulerStats) -> Metric:
+        bounds = [*(f"{size:.1f}" for size in STEP_SIZES), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(stats.step_sizes), strict=True))
+        sizes = HistogramMetricFamily(
+            "iteration_tokens_total", "Tokens of a step of the engine", labels=[*self._labels]
+        )
+        sizes.add_metric([*self._labels.values()], buckets, stats.num_step_tokens)
+        return sizes
 
     def _vllms(self, stats: SchedulerStats) -> Iterator[Metric]:
         """What vLLM tells of things that this engine does not do, as an engine that does not do them tells it."""
