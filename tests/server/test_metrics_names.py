@@ -7,7 +7,9 @@ in November 2026.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from prometheus_client.samples import Sample
 from tests.server.conftest import NUM_PAGES, PAGE_SIZE, ScriptedEngine, StartServer
 from tests.tiny import Checkpoints, RunningServer
 
+PAGE_OF_METRICS = Path(__file__).parents[2] / "docs" / "observability.md"
 PAGE = 4  # tokens
 PAGES = 50
 
@@ -148,6 +151,13 @@ def test_both_names_show_the_same(samples: list[Sample]) -> None:
         *("engine_up", "kv_pages", "kv_used_pages", "kv_cached_pages", "kv_free_pages"),
         *("engine_steps_total",),
     }
+
+
+def test_every_metric_is_on_the_page(samples: list[Sample]) -> None:
+    page = PAGE_OF_METRICS.read_text()
+    for name in {each.name.partition(":")[2] for each in samples if ":" in each.name}:
+        family = re.sub("_(bucket|sum|count|created)$", "", name)
+        assert f"{family}`" in page or f"{family}{{" in page or f"{family}_total" in page, family
 
 
 def test_choices_limits_and_sources_are_counted(samples: list[Sample]) -> None:
