@@ -143,14 +143,12 @@ class ServerContext:
             raise ApiError(503, "the server is stopping", code="stopping") from None
 
     @contextlib.contextmanager
-    def running(self, job_id: str, request_ids: list[str]) -> Iterator[None]:
-        """A block that runs a job, whose requests have these ids. Raises ApiError 503 if the server is draining."""
+    def work(self) -> Iterator[None]:
+        """A block around a job, which a drain waits for. Raises ApiError 503 if the server is draining."""
         self.check_accepting()
-        self.jobs[job_id] = request_ids
         try:
             yield
         finally:
-            del self.jobs[job_id]
             self._note_drained()
 
     def check_accepting(self) -> None:

@@ -230,7 +230,7 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
     a choice fails, 503 if the server is draining, 504 if the caller's deadline passes. Raises EngineDeadError if the
     engine ends.
     """
-    with _registered(context, job), _deadline(context, job) as passed:
+    with context.work(), _registered(context, job), _deadline(context, job) as passed:
         async with contextlib.aclosing(_run_choices(context, job)) as outputs:
             async for choice, output in outputs:
                 if passed.is_set() and output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -269,17 +269,18 @@ def _timeout() -> ApiError:
 def _registered(context: ServerContext, job: Job) -> Iterator[None]:
     """Register a running job, so that the server counts its engine requests and finds them by the job's id.
 
-    Raises ApiError 400 if the id is taken, 429 if the queue is full, 503 if the server is draining.
+    Raises ApiError 400 if the id is taken, 429 if the queue is full.
     """
     if job.id in context.jobs or job.id in context.engine.request_ids:
         in_use = FieldError("request_id", f"{shorten(job.id)} is in use by a request under way")
         raise invalid(in_use, job.body.field_names, code=None)
     try:
-        with (
-            context.running(job.id, [job.request_id(choice) for choice in range(job.num_choices)]),
-            context.admission.places(job.caller.client, job.num_choices, job.work),
-        ):
-            yield
+        with context.admission.places(job.caller.client, job.num_choices, job.work):
+            context.jobs[job.id] = [job.request_id(choice) for choice in range(job.num_choices)]
+            try:
+                yield
+            finally:
+                del context.jobs[job.id]
     except FullError as full:
         limit = context.admission.limit
         message = f"the queue is full: the server takes at most {limit} requests at once"
