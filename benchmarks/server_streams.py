@@ -94,7 +94,8 @@ class ScriptedEngine:
         return StepOutputs(list(self._remaining), [self._token_id] * len(self._remaining), others)
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))
+        fields: dict[str, Any] = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
+        return SchedulerStats(**{**fields, "num_pages": 1, "step_sizes": []})
 
     def check(self) -> None: ...
 

@@ -157,6 +157,9 @@ class ServerConfig:
     body_timeout_s: float = _option(30.0, "seconds that it may take to send the body, and one more for each 1000 bytes")
     idle_timeout_s: float = _option(60.0, "seconds that a connection stays open after an answer")
     shutdown_timeout_s: float = _option(7.0, "seconds that running requests get to finish after SIGTERM")
+    metrics_names: Literal["both", "mini_sglang", "vllm"] = _option(
+        "both", "prefix of the names in /metrics: mini_sglang:, or vllm: as vLLM has it, or both"
+    )
     access_log: bool = _option(True, "log a line for each request, without what was asked and answered")
     log_contents: bool = _option(False, "log what is asked and answered, for debugging")
 

@@ -25,7 +25,9 @@ class QueueTimes:
 
     @classmethod
     def read(cls, metrics: str) -> QueueTimes | None:
-        """Of a page of metrics, all label sets together; None if it has none.
+        """Of the first such histogram of a page of metrics, all label sets together; None if it has none.
+
+        There may be a second one, of the same requests under another server's name.
 
         Raises ValueError for a page that is no such text.
         """
@@ -38,6 +40,7 @@ class QueueTimes:
                         counts[float(sample.labels["le"])] += sample.value  # type: ignore[assignment]  # a float
                     elif sample.name.endswith("_sum"):
                         seconds += sample.value
+                break
         return cls(dict(sorted(counts.items())), seconds) if counts else None
 
     def since(self, before: QueueTimes) -> Distribution | None:

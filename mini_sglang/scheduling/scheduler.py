@@ -30,14 +30,17 @@ from mini_sglang.scheduling.step_cost import PromptBudget, StepCost, Work
 WORTH_SEARCHING = 16  # tokens that a step must have left to look for a short prompt behind longer ones
 WORTH_WAITING = 16  # a waiting request holds back while another one computes this many of its first tokens
 
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # in tokens, to count steps by
+
 Plan = dict[Request, int]  # number of tokens that the step computes of each request, in row order
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of this moment (the first six) and counters since the start."""
+    """Gauges of this moment (the first seven) and counters since the start."""
 
     num_running: int
     num_waiting: int
+    num_waiting_tokens: int  # of those that wait; some may be cached
     num_pages: int
     num_free_pages: int
     num_cached_pages: int  # in the prefix cache, held by no request
@@ -49,6 +52,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_finished: int
     num_aborted: int
     num_steps: int
+    num_step_tokens: int  # that the steps computed, once more after a preemption
+    step_sizes: list[int]  # steps of at most each of STEP_SIZES, but more than the one before; then of more than all
 
 
 class _Counters(msgspec.Struct):
@@ -59,6 +64,13 @@ class _Counters(msgspec.Struct):
     finished: int = 0
     aborted: int = 0
     steps: int = 0
+    step_tokens: int = 0
+    step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))
+
+    def count_step(self, num_tokens: int) -> None:
+        self.steps += 1
+        self.step_tokens += num_tokens
+        self.step_sizes[bisect_left(STEP_SIZES, num_tokens)] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +418,7 @@ class Scheduler:
 
     def _make_batch(self, plan: Plan, new_requests: list[NewRequest]) -> ScheduledBatch:
         """Turn the plan into a batch. Its tokens count as computed from here on; full prompt pages are published."""
-        self._counters.steps += 1
+        self._counters.count_step(sum(plan.values()))
         step = self._counters.steps
         new_pages, copies = self.kv.take_changes()
         rows, masks = [], {}
@@ -553,12 +565,13 @@ class Scheduler:
         return self._unread[-1]
 
     def stats(self) -> SchedulerStats:
-        """Return the figures of this moment. O(1)"""
+        """Return the figures of this moment. O(waiting requests)"""
         kv, counters = self.kv, self._counters
         free, cached = kv.num_free_pages, kv.num_cached_pages
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._requests) - len(self._running),
+            num_waiting_tokens=sum(request.num_tokens for request in self._waiting),
             num_pages=kv.num_pages,
             num_free_pages=free,
             num_cached_pages=cached,
@@ -570,6 +583,8 @@ class Scheduler:
             num_finished=counters.finished,
             num_aborted=counters.aborted,
             num_steps=counters.steps,
+            num_step_tokens=counters.step_tokens,
+            step_sizes=list(counters.step_sizes),
         )
 
     def flush_cache(self) -> int:

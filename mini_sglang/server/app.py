@@ -17,6 +17,7 @@ from mini_sglang.server.anthropic import routes as anthropic_routes
 from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
 from mini_sglang.server.intake import PacingMiddleware, PlainRequests
+from mini_sglang.server.native import probes
 from mini_sglang.server.native import routes as native_routes
 from mini_sglang.server.openai import routes as openai_routes
 from mini_sglang.server.openapi import describe
@@ -36,7 +37,7 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
     for routes in (openai_routes, responses_routes, anthropic_routes, sglang_routes, native_routes):
         app.include_router(routes.router, dependencies=guards)
     app.add_api_route("/openapi.json", _openapi, dependencies=guards, include_in_schema=False)
-    for router in (native_routes.open_router, pages.router):
+    for router in (probes.router, pages.router):
         app.include_router(router)
     app.mount(pages.FILES_ROUTE, pages.files)
     describe(app)
@@ -50,7 +51,8 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
             expose_headers=("x-request-id", "retry-after"),
         )
     app.add_middleware(PlainRequests)
-    app.add_middleware(RequestLog, access=config.access_log, contents=config.log_contents)
+    count = context.metrics.count_answer
+    app.add_middleware(RequestLog, access=config.access_log, contents=config.log_contents, count=count)
     app.add_middleware(PacingMiddleware, pacer=context.pacer)
     return app
 

@@ -79,14 +79,17 @@ class ServerContext:
     config: ServerConfig
     jobs: dict[str, list[str]] = field(default_factory=dict)  # running jobs: the engine's request ids by the job's id
     pacer: RequestPacer = field(default_factory=RequestPacer)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)  # no new work is taken
+    drained: asyncio.Event = field(default_factory=asyncio.Event)  # and what ran has ended
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     waits: set[asyncio.Timeout] = field(default_factory=set)  # for the rest of a body
+    probes: set[asyncio.Task[None]] = field(default_factory=set)  # the one of /health_generate under way, if any
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time
     started: float = field(default_factory=time.monotonic)  # the same moment, on a clock that never jumps
 
     @functools.cached_property
     def metrics(self) -> ServerMetrics:
-        return ServerMetrics(self.model_name)
+        return ServerMetrics(self.model_name, self.engine.info, self.config.metrics_names)
 
     @functools.cached_property
     def admission(self) -> Admission:
@@ -138,6 +141,30 @@ class ServerContext:
                     self.waits.discard(wait)
         except TimeoutError:
             raise ApiError(503, "the server is stopping", code="stopping") from None
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """A block around a job, which a drain waits for. Raises ApiError 503 if the server is draining."""
+        self.check_accepting()
+        try:
+            yield
+        finally:
+            self._note_drained()
+
+    def check_accepting(self) -> None:
+        """Raise ApiError 503 if no new work is taken. The client is to ask again, over another connection."""
+        if self.draining.is_set():
+            headers = {"retry-after": "1", "connection": "close"}
+            raise ApiError(503, "the server is draining and takes no new requests", code="draining", headers=headers)
+
+    def drain(self) -> None:
+        """Take no new work; `drained` is set when all jobs have ended."""
+        self.draining.set()
+        self._note_drained()
+
+    def _note_drained(self) -> None:
+        if self.draining.is_set() and not self.jobs:
+            self.drained.set()
 
     def stop(self) -> None:
         """End the waits for clients, since the server stops."""

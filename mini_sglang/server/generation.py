@@ -24,6 +24,7 @@ from mini_sglang.server import fields
 from mini_sglang.server.bodies import JobBody
 from mini_sglang.server.context import FullError, ServerContext
 from mini_sglang.server.errors import ApiError, invalid
+from mini_sglang.server.metrics import PromptChoices
 
 Result = TypeVar("Result")
 
@@ -226,9 +227,10 @@ async def run_job(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int,
     """Run all choices at once and yield (choice, output) as outputs come. Leaving the iterator aborts what still runs.
 
     Raises ApiError: 400 if the engine refuses a choice or another job has the id, 429 if too many requests wait, 500 if
-    a choice fails, 504 if the caller's deadline passes. Raises EngineDeadError if the engine ends.
+    a choice fails, 503 if the server is draining, 504 if the caller's deadline passes. Raises EngineDeadError if the
+    engine ends.
     """
-    with _registered(context, job), _deadline(context, job) as passed:
+    with context.work(), _registered(context, job), _deadline(context, job) as passed:
         async with contextlib.aclosing(_run_choices(context, job)) as outputs:
             async for choice, output in outputs:
                 if passed.is_set() and output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -287,8 +289,9 @@ def _registered(context: ServerContext, job: Job) -> Iterator[None]:
 
 
 async def _run_choices(context: ServerContext, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    choices = [PromptChoices(job.n) for _ in job.prompts]
     if job.num_choices == 1:
-        async with contextlib.aclosing(_run_choice(context, job, 0)) as outputs:
+        async with contextlib.aclosing(_run_choice(context, job, 0, choices[0])) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -296,7 +299,7 @@ async def _run_choices(context: ServerContext, job: Job) -> AsyncGenerator[tuple
 
     async def feed(choice: int) -> None:
         try:
-            async with contextlib.aclosing(_run_choice(context, job, choice)) as outputs:
+            async with contextlib.aclosing(_run_choice(context, job, choice, choices[choice // job.n])) as outputs:
                 async for output in outputs:
                     await queue.put((choice, output))
         except Exception as error:  # handed to the consumer, which raises it
@@ -317,8 +320,10 @@ async def _run_choices(context: ServerContext, job: Job) -> AsyncGenerator[tuple
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _run_choice(context: ServerContext, job: Job, choice: int) -> AsyncGenerator[RequestOutput, None]:
-    return context.metrics.watch(_answer(context, job, choice))
+def _run_choice(
+    context: ServerContext, job: Job, choice: int, choices: PromptChoices
+) -> AsyncGenerator[RequestOutput, None]:
+    return context.metrics.watch(_answer(context, job, choice), job.params[choice].max_tokens, choices)
 
 
 async def _answer(context: ServerContext, job: Job, choice: int) -> AsyncGenerator[RequestOutput, None]:

@@ -6,7 +6,7 @@ head, body ──▶ must arrive in time, or the answer is 408; an idle connecti
 answered early ──▶ what the client still sends is read and dropped for a while, or a reset would take the answer along
 all descriptors in use ──▶ the connection that has been idle longest makes room
 
-Does not look at bodies, and knows no route but /health, which always gets through.
+Does not look at bodies, and knows no routes but /health and /ready, which always get through.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HALF_CLOSED_S = 2.0  # before a client that has ended its side is asked whether 
 PROBE_S = 0.5  # between asking and asking again
 UNASKED_S = 30.0  # for which a plain answer is computed for a client that cannot be asked
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client passes over it
-_HEALTH = "/health"
+_PROBES = ("/health", "/ready")
 _ORIGIN = re.compile(r"^https?://[^/]*", re.IGNORECASE)  # before the path, as a client writes it to a proxy
 REQUESTS_PER_TURN = 4  # to begin a request takes about a millisecond
 
@@ -239,7 +239,7 @@ class Connection(H11Protocol):
         if length + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:  # all at once
             too_long = ApiError(414 if length > MAX_HEAD_BYTES else 400, _TOO_LONG)
             await _last_response(too_long, scope)(scope, receive, send)
-        elif self._is_extra and scope["path"] != _HEALTH:
+        elif self._is_extra and scope["path"] not in _PROBES:
             busy = ApiError(503, "the server has no room for another connection", code="too_many_connections")
             await _last_response(busy, scope)(scope, receive, send)
         else:
@@ -347,5 +347,8 @@ class PlainRequests:
             await Response(status_code=204, headers={"allow": "GET, HEAD, POST, OPTIONS"})(scope, receive, send)
         else:
             is_head = method == "HEAD"
-            scope = {**scope, "method": "GET" if is_head else method, "path": path.rstrip("/") or "/"}
-            await self._app(scope, receive, send_head if is_head else send)
+            plain = {**scope, "method": "GET" if is_head else method, "path": path.rstrip("/") or "/"}
+            try:
+                await self._app(plain, receive, send_head if is_head else send)
+            finally:
+                scope["route"] = plain.get("route")  # which the log counts by

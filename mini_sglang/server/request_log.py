@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"  # for handlers with a RequestIdFilter
 
 _ID = re.compile(r"[!-~]{1,128}")  # visible ASCII: cannot break a line or a header
-_PROBES = ("/health", "/metrics")  # asked every few seconds: logged for debugging only
+# Asked every few seconds: logged for debugging only, and no part of what is counted.
+_PROBES = ("/health", "/ready", "/health_generate", "/get_load", "/v1/loads", "/metrics")
 _current_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -52,10 +53,20 @@ class RequestIdFilter(logging.Filter):
 class RequestLog:
     """ASGI middleware. With `access` it logs a line for each request when it has been answered: client, method, path,
     status, seconds. With `contents` it also logs each part of the bodies, both ways.
+
+    `count` is told of each answer, but for those to probes: method, route, status and seconds.
     """
 
-    def __init__(self, app: ASGIApp, *, access: bool = True, contents: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        count: Callable[[str, str, int, float], None],
+        access: bool = True,
+        contents: bool = False,
+    ) -> None:
         self._app = app
+        self._count = count
         self._access = access
         self._contents = contents
 
@@ -88,8 +99,12 @@ class RequestLog:
         try:
             await self._app(scope, receive_and_log if self._contents else receive, send_with_id)
         finally:
+            seconds = time.perf_counter() - start
+            route: str = getattr(scope.get("route"), "path", "none")
+            if route not in _PROBES:
+                self._count(scope["method"], route, status, seconds)
             if self._access:
-                self._log(scope, status, time.perf_counter() - start)
+                self._log(scope, status, seconds)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         host, port = scope.get("client") or ("-", 0)

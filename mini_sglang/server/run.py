@@ -2,6 +2,7 @@
 
 SIGINT, SIGTERM ──▶ stop listening, let requests end for up to `shutdown_timeout_s`, close the engine: 0
                     (requests that still run then get an error)
+POST /drain     ──▶ take no new work, and when all requests have ended do the same: 0
 a second signal ──▶ stop at once: 130
 engine dead     ──▶ its requests have got an error; stop: 1
 """
@@ -107,12 +108,15 @@ async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: soc
     server = HttpServer(engine, config, listener)
     listen(listener, config)
     serving = asyncio.create_task(server.serve([listener]))
+    context: ServerContext = server.app.state.context
     died = asyncio.create_task(engine.wait_dead())
-    await _any_of(serving, died, signals.first)
+    drained = asyncio.create_task(context.drained.wait())
+    await _any_of(serving, died, drained, signals.first)
+    if drained.done():
+        logger.info("drained; stopping")
     if died.done():
         server.config.timeout_graceful_shutdown = 1  # nothing to wait for but errors on their way out
     server.should_exit = True
-    context: ServerContext = server.app.state.context
     context.stop()
     await _any_of(serving, signals.second, timeout=config.shutdown_timeout_s)
     if not serving.done() and not signals.second.done():

@@ -148,8 +148,8 @@ class ScriptedEngine:
 
     async def stats(self) -> SchedulerStats:
         await self.ping()
-        fields = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
-        return SchedulerStats(**{**fields, "num_pages": NUM_PAGES, "num_free_pages": NUM_PAGES})
+        fields: dict[str, Any] = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
+        return SchedulerStats(**{**fields, "num_pages": NUM_PAGES, "num_free_pages": NUM_PAGES, "step_sizes": []})
 
     async def flush_cache(self) -> int:
         await self.ping()

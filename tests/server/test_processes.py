@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,6 +85,43 @@ def test_a_second_signal_stops_at_once(start_server: StartServer, model: str) ->
     until(lambda: gone(engine_pid))
 
 
+def test_a_drained_server_ends_its_streams_and_then_itself(start_server: StartServer, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS, "--shutdown-timeout-s", "0")
+    engine_pid = server.engine_pid
+    streams = [Stream(server.url, max_tokens=60), Stream(server.url, max_tokens=90)]
+    until(lambda: all(len(stream.events) > 2 for stream in streams))
+    assert server.post("/drain").json() == {"draining": True, "requests": 2}
+    refused = server.post("/generate", prompt="Hello", max_tokens=1)
+    assert refused.status_code == 503
+    assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+    assert (server.get("/health").status_code, server.get("/ready").status_code) == (200, 503)
+    assert server.process.wait(30) == 0
+    for stream, tokens in zip(streams, (60, 90), strict=True):
+        stream.join(5)
+        assert stream.events[-1] == "[DONE]"
+        assert stream.events[-2]["usage"]["completion_tokens"] == tokens
+    assert gone(engine_pid)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_an_idle_server_drains_at_once(start_server: StartServer, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS)
+    with httpx.Client(base_url=server.url) as client:  # whose connection stays open
+        assert client.post("/drain").json() == {"draining": True, "requests": 0}
+        assert server.process.wait(5) == 0
+
+
+def test_a_signal_cuts_a_drain_short(start_server: StartServer, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS, "--shutdown-timeout-s", "0.2")
+    stream = Stream(server.url, max_tokens=900)
+    until(lambda: bool(stream.events))
+    server.post("/drain")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+    stream.join(5)
+    assert stream.events[-1]["error"]["code"] == "engine_dead"
+
+
 def exchange(server: RunningServer, data: bytes) -> bytes:
     """What the server answers to raw bytes until it closes the connection."""
     host, _, port = server.url.removeprefix("http://").partition(":")
@@ -126,6 +164,16 @@ def test_headers_without_end_are_refused(start_server: StartServer, model: str) 
     headers = {"content-type": "application/json"}
     assert httpx.post(f"{server.url}/detokenize", content=content, headers=headers).status_code == 200
     assert "Traceback" not in server.log.read_text()
+
+
+def test_an_engine_that_generates_nothing_is_told_from_one_that_does(start_server: StartServer, model: str) -> None:
+    server = start_server("--model", model, *MODEL_OPTIONS)
+    assert server.get("/health_generate").status_code == 200
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    start = time.monotonic()
+    response = server.get("/health_generate")
+    assert time.monotonic() - start < 15
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stuck")
 
 
 def test_an_engine_stopped_and_then_killed(start_server: StartServer, model: str) -> None:

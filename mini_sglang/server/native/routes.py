@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import uuid
@@ -11,21 +10,18 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse
 
 import mini_sglang
 from mini_sglang.errors import shorten
-from mini_sglang.ipc.async_engine import EngineDeadError
 from mini_sglang.sampling_params import Json
-from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.answering import answer
 from mini_sglang.server.context import context_of
 from mini_sglang.server.conversation import encode_messages
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.generation import encode_prompts, make_job, off_loop, parse_prompt, to_sampling_params
-from mini_sglang.server.metrics import CONTENT_TYPE
 from mini_sglang.server.native.bodies import AbortBody, DetokenizeBody, GenerateBody, ProfileBody, TokenizeBody
 from mini_sglang.server.native.format import GenerateFormat
+from mini_sglang.server.native.probes import ask_engine
 from mini_sglang.server.request_body import check_body, json_body, read_body, read_object
 from mini_sglang.server.sglang import routes as sglang_routes
 from mini_sglang.server.sglang.bodies import SGLANG_FIELDS, SglangBody
@@ -35,7 +31,6 @@ Reply = TypeVar("Reply")
 _SECRETS = ("api_key", "api_key_file", "ssl_keyfile")
 
 router = APIRouter(tags=["mini-sglang"])
-open_router = APIRouter(tags=["monitoring"])  # without an API key, for load balancers and Prometheus
 
 
 @router.post("/generate", openapi_extra=json_body(GenerateBody, SglangBody))
@@ -91,19 +86,22 @@ async def tokenizer_info(request: Request) -> Json:
     return {**tokenizer.role_tokens, "chat_template": tokenizer.chat_template or None}
 
 
-async def _ask_engine(reply: Awaitable[Reply]) -> Reply:
-    """The engine's reply. Raises ApiError 503 if it does not come in time."""
-    try:
-        return await reply
-    except TimeoutError as error:
-        raise ApiError(503, str(error), code="engine_stuck") from None
-
-
 @router.post("/flush_cache")
 @router.post("/reset_prefix_cache", include_in_schema=False)  # vLLM's name
 async def flush_cache(request: Request) -> Json:
     """Empty the prefix cache, except for pages that running requests use."""
-    return {"flushed_pages": await _ask_engine(context_of(request).engine.flush_cache())}
+    return {"flushed_pages": await ask_engine(context_of(request).engine.flush_cache())}
+
+
+@router.post("/drain")
+async def drain(request: Request) -> Json:
+    """Take no new work (503), let running requests end, then end the server; `/ready` says 503 from now on.
+
+    The answer comes at once, with the number of requests that still run.
+    """
+    context = context_of(request)
+    context.drain()
+    return {"draining": True, "requests": len(context.jobs)}
 
 
 @router.post("/abort", openapi_extra=json_body(AbortBody))
@@ -136,7 +134,7 @@ async def stop_profile(request: Request) -> Json:
 
 async def _profile(reply: Awaitable[Reply]) -> Reply:
     try:
-        return await _ask_engine(reply)
+        return await ask_engine(reply)
     except ValueError as error:
         raise ApiError(400, str(error), code="no_profile") from None
 
@@ -146,7 +144,7 @@ async def _profile(reply: Awaitable[Reply]) -> Reply:
 async def server_info(request: Request) -> Response:
     """What is served, with all settings but the keys, and where the engine stands."""
     context = context_of(request)
-    stats = await _ask_engine(context.engine.stats())
+    stats = await ask_engine(context.engine.stats())
     server = {name: value for name, value in dataclasses.asdict(context.config).items() if name not in _SECRETS}
     info = {
         "version": mini_sglang.__version__,
@@ -162,20 +160,3 @@ async def server_info(request: Request) -> Response:
         "server": server,
     }
     return Response(msgspec.json.encode(info), media_type="application/json")
-
-
-@open_router.get("/health")
-async def health(request: Request) -> Json:
-    """200 after a round trip through the engine loop; 503 if that takes longer than 5 s or the engine is dead."""
-    await _ask_engine(context_of(request).engine.ping())
-    return {"status": "ok"}
-
-
-@open_router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
-    """All metrics, for Prometheus."""
-    context = context_of(request)
-    stats: SchedulerStats | None = None
-    with contextlib.suppress(TimeoutError, EngineDeadError):  # the metric engine_up says so
-        stats = await context.engine.stats()
-    return Response(context.metrics.render(stats), media_type=CONTENT_TYPE)
