@@ -1,4 +1,4 @@
-"""SGLang's router in front of two servers: cached prefixes, a killed server, keys, streams and refusals."""
+"""SGLang's router before two servers: cached prefixes, a killed and a drained one, keys, streams and refusals."""
 
 from __future__ import annotations
 
@@ -107,6 +107,23 @@ def test_a_killed_server_takes_only_its_own_streams(tmp_path: Path) -> None:
         assert sum(seconds is not None for seconds in broke) == 2
         assert all(seconds is None or seconds < 5 for seconds in broke)
         for _ in range(6):
+            assert client.chat.completions.create(**CHAT, max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_a_drained_server_loses_no_stream_and_gets_no_request(tmp_path: Path) -> None:
+    with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, "round_robin") as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        streams = [client.chat.completions.create(**CHAT, max_tokens=60, stream=True) for _ in range(4)]
+        for stream in streams:
+            next(iter(stream))
+        drained = servers[0]
+        assert drained.post("/drain").json() == {"draining": True, "requests": 2}
+        for _ in range(6):
+            assert client.chat.completions.create(**CHAT, max_tokens=2).choices[0].finish_reason == "length"
+        ends = [[chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] for stream in streams]
+        assert ends == ["length"] * 4
+        assert drained.process.wait(20) == 0
+        for _ in range(4):
             assert client.chat.completions.create(**CHAT, max_tokens=2).choices[0].finish_reason == "length"
 
 
