@@ -139,3 +139,8 @@ def test_waits_beyond_the_last_bucket_are_at_least_its_bound() -> None:
 
 def test_a_server_without_such_metrics_has_no_queue_time() -> None:
     assert QueueTimes.read(metrics("ttft_seconds", 1, 2, 3, seconds=1)) is None
+
+
+def test_a_histogram_under_two_names_is_read_once() -> None:
+    pages = [metrics(f"{prefix}:request_queue_time_seconds", 1, 2, 3, seconds=1) for prefix in ("mini_sglang", "vllm")]
+    assert QueueTimes.read("".join(pages)) == QueueTimes.read(pages[0])

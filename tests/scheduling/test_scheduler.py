@@ -15,7 +15,7 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.scheduling.policy import MAX_OVERTAKEN
 from mini_sglang.scheduling.radix_cache import Match
-from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.scheduler import STEP_SIZES, Scheduler
 from mini_sglang.scheduling.simulation import Simulation, generate
 from mini_sglang.scheduling.step_cost import StepCost, work_of
 
@@ -683,6 +683,23 @@ def test_lpm_passes_over_the_oldest_request_a_bounded_number_of_times() -> None:
         simulation.add(request(str(number), [*distinct(1, 8), number], max_tokens=1))
     simulation.run()
     assert list(simulation.finished).index("oldest") == MAX_OVERTAKEN + 1
+
+
+def test_waiting_tokens_and_the_sizes_of_steps_are_counted() -> None:
+    scheduler = Scheduler(config(max_running_requests=1, max_prefill_tokens=16))
+    scheduler.add(request("a", distinct(1, 20), max_tokens=4))
+    scheduler.add(request("b", distinct(2, 7)))
+    assert scheduler.stats().num_waiting_tokens == 20 + 7
+    assert scheduler.stats().step_sizes == [0] * (len(STEP_SIZES) + 1)
+    for size in (16, 4, 1):
+        batch = scheduler.schedule()
+        assert batch is not None
+        assert batch.num_tokens == size
+        read(scheduler, batch)
+    stats = scheduler.stats()
+    assert (stats.num_waiting_tokens, stats.num_steps, stats.num_step_tokens) == (7, 3, 21)
+    counted = {size: count for size, count in zip(STEP_SIZES, stats.step_sizes, strict=False) if count}
+    assert counted == {1: 1, 8: 1, 16: 1}  # each by the least bound that holds it
 
 
 def test_a_newcomer_that_fits_runs_while_one_before_it_waits_for_pages() -> None:
