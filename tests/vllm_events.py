@@ -69,6 +69,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.blocks: dict[BlockHash, Prefix] = {}
+        self.num_removed = 0  # one by one
 
     def apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
         match event:
@@ -77,6 +78,7 @@ class Follower:
             case BlockRemoved():
                 for block_hash in event.block_hashes:
                     del self.blocks[block_hash]
+                self.num_removed += len(event.block_hashes)
             case BlockStored():
                 self._store(event)
 
@@ -128,8 +130,14 @@ class Subscriber:
         self._replay.connect(replay)
 
     def catch_up(self) -> int:
-        """Ask for all batches after the latest; returns how many came."""
+        """Ask for all batches after the latest, and take them in; returns how many came."""
+        self.ask()
+        return self.receive()
+
+    def ask(self) -> None:
         self._replay.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
+
+    def receive(self) -> int:
         count = 0
         while True:
             assert self._replay.poll(30_000), "no answer to a replay request"

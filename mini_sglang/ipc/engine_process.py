@@ -44,12 +44,12 @@ def main(address: str, parent_pid: int) -> int:
     socket.connect(address)
     publisher: KVEventPublisher | None = None
     try:
-        engine_class = _imported()
         try:
             cache_events = None if config.kv_events_endpoint is None else CacheEvents()
-            if cache_events is not None:  # before the model is loaded: an address that is taken is known at once
+            if cache_events is not None:  # first of all: whether an address is taken is known at once
                 publisher = KVEventPublisher(context, config, cache_events)
-            engine = engine_class(_with_bounded_steps(config), cache_listener=cache_events)
+                config = publisher.config
+            engine = _imported()(_with_bounded_steps(config), cache_listener=cache_events)
         except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
             socket.send(messages.encode(messages.Fatal(str(error), is_setting=True)))
             return 1

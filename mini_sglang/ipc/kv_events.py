@@ -48,29 +48,29 @@ class KVEventPublisher:
         self._num_batches = 0
         self._sockets: list[zmq.Socket[bytes]] = []
         self.replay: zmq.Socket[bytes] | None = None  # has a message when there is something to `answer`
+        self.config = config  # with the addresses that the sockets have got
         try:
-            self._pub = self._bound(context, zmq.PUB, "kv_events_endpoint", config)
+            self._pub = self._bound(context, zmq.PUB, "kv_events_endpoint")
             if config.kv_events_replay_endpoint is not None:
-                self.replay = self._bound(context, zmq.ROUTER, "kv_events_replay_endpoint", config)
+                self.replay = self._bound(context, zmq.ROUTER, "kv_events_replay_endpoint")
         except BaseException:
             self.close()
             raise
 
-    def _bound(
-        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, field: str, config: EngineConfig
-    ) -> zmq.Socket[bytes]:
-        endpoint = getattr(config, field)
+    def _bound(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, field: str) -> zmq.Socket[bytes]:
+        endpoint = getattr(self.config, field)
         socket = context.socket(kind)
         self._sockets.append(socket)
         socket.linger = 0
         socket.maxmsgsize = _MOST_RECEIVED
-        socket.sndhwm = config.kv_events_buffer_steps + 2  # a whole replay; who reads slower misses batches
+        socket.sndhwm = self.config.kv_events_buffer_steps + 2  # a whole replay; who reads slower misses batches
         socket.ipv6 = "[" in endpoint
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ValueError(f"{field} {endpoint!r} cannot be bound: {error}") from error
-        logger.info("%s is %s", field, socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.config = self.config.replace(**{field: socket.getsockopt_string(zmq.LAST_ENDPOINT)})
+        logger.info("%s is %s", field, getattr(self.config, field))
         return socket
 
     def publish(self) -> None:
