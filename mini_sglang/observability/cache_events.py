@@ -8,8 +8,6 @@ sockets, and keeps of each cached block what it takes to say it again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import sha256
 
 import msgspec
@@ -18,7 +16,7 @@ _HASH_BYTES = 8
 _MEDIUM = "GPU"  # vLLM's word for the memory that the model computes in, also on a CPU
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Blocks, each the continuation of the one before, that can be found from now on."""
 
     block_hashes: list[int]  # unsigned, 64 bits
@@ -31,7 +29,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     extra_keys: list[tuple[str] | None] | None = None  # for each block; (cache_salt,) for the first of a salted prompt
 
 
-class BlockRemoved(msgspec.Struct, tag=True):
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
     """Blocks that can no longer be found."""
 
     block_hashes: list[int]
@@ -45,12 +43,11 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(msgspec.Struct, gc=False):  # there are many, and the collector need not look at them
     hash: int
     parent: int | None
-    tokens: array[int]
-    salt: str  # of the first block of a prompt; "" in the others
+    tokens: bytes  # 4 each
+    salt: bytes  # of the first block of a prompt; empty in the others
 
 
 class CacheEvents:
@@ -62,18 +59,18 @@ class CacheEvents:
 
     def stored(self, salt: bytes, parent_page: int | None, tokens: array[int], page_ids: list[int]) -> None:
         """Note new pages with `tokens`, which continue a cached page or begin a prompt with this salt."""
-        size = len(tokens) // len(page_ids)
-        parent, word = None, salt.decode("utf-8", "replace")
-        start = hash_salt(salt)
-        if parent_page is not None:
-            start = parent = self._blocks[parent_page].hash
-            word = ""
-        blocks = []
-        for index, block_hash in enumerate(chain_hashes(start, tokens, size)):
-            blocks.append(_Block(block_hash, parent, tokens[index * size : (index + 1) * size], word))
-            parent, word = block_hash, ""
-        self._blocks.update(zip(page_ids, blocks, strict=True))
-        self._events += _stored_events(blocks)
+        size, data = len(tokens) // len(page_ids), tokens.tobytes()
+        width = size * tokens.itemsize
+        if parent_page is None:
+            parent, chain = None, hash_salt(salt)
+        else:
+            parent = chain = self._blocks[parent_page].hash
+            salt = b""
+        hashes = chain_hashes(chain, data, width)
+        self._events.append(_stored(hashes, parent, tokens.tolist(), size, salt))
+        for index, (page, block_hash) in enumerate(zip(page_ids, hashes, strict=True)):
+            self._blocks[page] = _Block(block_hash, parent, data[index * width : (index + 1) * width], salt)
+            parent, salt = block_hash, b""
 
     def removed(self, page_ids: list[int]) -> None:
         """Note that pages have left the cache. A page that was never whole was never noted, and is passed over."""
@@ -98,8 +95,15 @@ class CacheEvents:
         return events
 
     def snapshot(self) -> list[CacheEvent]:
-        """Return events that lead to the present state from any other. O(blocks)"""
-        return [AllBlocksCleared(), *_stored_events(self._blocks.values())]
+        """Return events that lead to the present state from any other: one for each run of blocks. O(blocks)"""
+        events: list[CacheEvent] = [AllBlocksCleared()]
+        run: list[_Block] = []
+        for block in self._blocks.values():
+            if run and block.parent != run[-1].hash:
+                events.append(_stored_run(run))
+                run = []
+            run.append(block)
+        return [*events, _stored_run(run)] if run else events
 
     @property
     def block_hashes(self) -> set[int]:
@@ -107,20 +111,16 @@ class CacheEvents:
         return {block.hash for block in self._blocks.values()}
 
 
-def _stored_events(blocks: Iterable[_Block]) -> list[CacheEvent]:
-    """One event for each run of blocks that continue each other."""
-    events: list[CacheEvent] = []
-    last: BlockStored | None = None
-    for block in blocks:
-        if last is None or block.parent != last.block_hashes[-1]:
-            keys: list[tuple[str] | None] | None = [(block.salt,)] if block.salt else None
-            last = BlockStored([], block.parent, [], len(block.tokens), None, _MEDIUM, None, keys)
-            events.append(last)
-        elif last.extra_keys is not None:
-            last.extra_keys.append(None)
-        last.block_hashes.append(block.hash)
-        last.token_ids.extend(block.tokens)
-    return events
+def _stored_run(run: list[_Block]) -> BlockStored:
+    first, tokens = run[0], array("i", b"".join([block.tokens for block in run]))
+    return _stored([block.hash for block in run], first.parent, tokens.tolist(), len(tokens) // len(run), first.salt)
+
+
+def _stored(hashes: list[int], parent: int | None, tokens: list[int], block_size: int, salt: bytes) -> BlockStored:
+    keys: list[tuple[str] | None] | None = None
+    if salt:
+        keys = [(salt.decode("utf-8", "replace"),), *[None] * (len(hashes) - 1)]
+    return BlockStored(hashes, parent, tokens, block_size, None, _MEDIUM, None, keys)
 
 
 def hash_salt(salt: bytes) -> int:
@@ -128,14 +128,13 @@ def hash_salt(salt: bytes) -> int:
     return int.from_bytes(sha256(salt).digest()[-_HASH_BYTES:], "big")
 
 
-def chain_hashes(parent: int, tokens: array[int], block_size: int) -> list[int]:
-    """The hashes of the blocks of `tokens` that are whole: of each, SHA-256's last 64 bits, over parent and tokens.
+def chain_hashes(parent: int, tokens: bytes, width: int) -> list[int]:
+    """The hashes of blocks of `width` bytes: of each, SHA-256's last 64 bits, over the hash before it and its tokens.
 
-    The parent's hash counts as 8 bytes, big-endian, and a token as 4, little-endian as on all machines that run this.
+    That hash counts as 8 bytes, big-endian, and a token as 4, little-endian as on all machines that run this.
     """
-    data, width = tokens.tobytes(), block_size * tokens.itemsize
     chain, hashes = parent.to_bytes(_HASH_BYTES, "big"), []
-    for start in range(0, len(data) - width + 1, width):
-        chain = sha256(chain + data[start : start + width]).digest()[-_HASH_BYTES:]
+    for start in range(0, len(tokens), width):
+        chain = sha256(chain + tokens[start : start + width]).digest()[-_HASH_BYTES:]
         hashes.append(int.from_bytes(chain, "big"))
     return hashes

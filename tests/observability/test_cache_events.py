@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterable
 
 import msgspec
@@ -22,14 +23,14 @@ from mini_sglang.observability.cache_events import (
     hash_salt,
 )
 from mini_sglang.scheduling.kv_cache import KVCacheManager
-from mini_sglang.scheduling.radix_cache import token_array
 from tests import vllm_events
 from tests.scheduling.conftest import stateful as stateful
 from tests.scheduling.test_kv_cache import ManagerMachine, request, start
 from tests.scheduling.test_scheduler_properties import FailingSchedulerMachine
 from tests.vllm_events import Follower, cached_prefixes
 
-PREFIX = hash_salt(b"")
+UNSALTED = hash_salt(b"")
+LITERAL = [8045764920826975884, 7576750733461189936]  # computed by hand, with hashlib alone
 decode_event = msgspec.msgpack.Decoder(
     vllm_events.BlockStored | vllm_events.BlockRemoved | vllm_events.AllBlocksCleared
 ).decode
@@ -41,6 +42,11 @@ def listened(num_pages: int = 16, page_size: int = 2) -> tuple[KVCacheManager, C
     kv = KVCacheManager(num_pages, page_size, listener=events)
     assert events.take() == [AllBlocksCleared()]
     return kv, events
+
+
+def hashes_of(tokens: list[int], parent: int = UNSALTED) -> list[int]:
+    """Of blocks of two tokens."""
+    return chain_hashes(parent, array("i", tokens).tobytes(), 8)
 
 
 def stored(
@@ -57,7 +63,7 @@ def follow(follower: Follower, events: Iterable[CacheEvent]) -> None:
 def test_a_prompt_is_stored_as_a_chain_of_its_whole_pages() -> None:
     kv, events = listened()
     start(kv, [1, 2, 3, 4, 5])
-    chain = chain_hashes(PREFIX, token_array([1, 2, 3, 4]), 2)
+    chain = hashes_of([1, 2, 3, 4])
     assert events.take() == [stored(chain, None, [1, 2, 3, 4])]
     assert events.take() == []
 
@@ -66,7 +72,7 @@ def test_a_continuation_names_its_parent_and_only_what_is_new() -> None:
     kv, events = listened()
     kv.release(start(kv, [1, 2, 3, 4, 5]))
     start(kv, [1, 2, 3, 4, 5, 6, 7, 8])
-    first, second, third, fourth = chain_hashes(PREFIX, token_array([1, 2, 3, 4, 5, 6, 7, 8]), 2)
+    first, second, third, fourth = hashes_of([1, 2, 3, 4, 5, 6, 7, 8])
     assert events.take() == [stored([first, second], None, [1, 2, 3, 4]), stored([third, fourth], second, [5, 6, 7, 8])]
     start(kv, [1, 2, 9, 9])
     [event] = events.take()
@@ -109,7 +115,7 @@ def test_salted_prompts_have_other_hashes_and_say_their_salt() -> None:
 def test_evicted_pages_are_removed_and_tails_are_no_blocks() -> None:
     kv, events = listened()
     kv.release(start(kv, [1, 2, 3, 4, 5]))
-    chain = chain_hashes(PREFIX, token_array([1, 2, 3, 4]), 2)
+    chain = hashes_of([1, 2, 3, 4])
     events.take()
     kv.evict(1)  # the tail
     assert events.take() == []
@@ -122,7 +128,7 @@ def test_a_flush_clears_all_unless_a_request_runs() -> None:
     kv, events = listened()
     kv.release(start(kv, [1, 2, 3, 4]))
     running = start(kv, [1, 2, 5, 6])
-    chain = chain_hashes(PREFIX, token_array([1, 2, 3, 4]), 2)
+    chain = hashes_of([1, 2, 3, 4])
     events.take()
     assert kv.flush() == 1
     assert events.take() == [BlockRemoved([chain[1]], "GPU")]
@@ -137,7 +143,7 @@ def test_pages_of_a_failed_step_are_removed() -> None:
     running = start(kv, [1, 2, 3, 4, 5, 6])
     events.take()
     kv.invalidate(running, 2)
-    assert events.take() == [BlockRemoved(chain_hashes(PREFIX, token_array([1, 2, 3, 4, 5, 6]), 2)[1:], "GPU")]
+    assert events.take() == [BlockRemoved(hashes_of([1, 2, 3, 4, 5, 6])[1:], "GPU")]
     kv.release(running)
     assert events.take() == []
 
@@ -170,8 +176,8 @@ def test_a_snapshot_joins_what_continues_and_comes_parents_first() -> None:
     kv.release(start(kv, [1, 2, 3, 4]))
     start(kv, [1, 2, 3, 4, 5, 6, 7])
     start(kv, [1, 2, 9, 9])
-    first, second, third = chain_hashes(PREFIX, token_array([1, 2, 3, 4, 5, 6]), 2)
-    [fourth] = chain_hashes(first, token_array([9, 9]), 2)
+    first, second, third = hashes_of([1, 2, 3, 4, 5, 6])
+    [fourth] = hashes_of([9, 9], first)
     assert events.snapshot() == [
         AllBlocksCleared(),
         stored([first, second, third], None, [1, 2, 3, 4, 5, 6]),
@@ -181,19 +187,15 @@ def test_a_snapshot_joins_what_continues_and_comes_parents_first() -> None:
 
 
 def test_hashes_are_those_of_every_process() -> None:
-    hashes = chain_hashes(hash_salt(b"salt"), token_array([1, 2, 3, 4, 5]), 2)
-    assert hashes == LITERAL
+    assert hashes_of([1, 2, 3, 4], hash_salt(b"salt")) == LITERAL
     program = (
-        "from mini_sglang.observability.cache_events import *; from mini_sglang.scheduling.radix_cache import *; "
-        "print(chain_hashes(hash_salt(b'salt'), token_array([1, 2, 3, 4, 5]), 2))"
+        "from mini_sglang.observability.cache_events import *; "
+        "print(chain_hashes(hash_salt(b'salt'), array('i', [1, 2, 3, 4]).tobytes(), 8))"
     )
     for seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
         output = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
         assert output.stdout.decode().strip() == str(LITERAL)
-
-
-LITERAL = [8045764920826975884, 7576750733461189936]
 
 
 class FollowedCacheMachine(ManagerMachine):
