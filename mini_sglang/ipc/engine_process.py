@@ -19,7 +19,7 @@ from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
 from mini_sglang.config import EngineConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.ipc import messages
-from mini_sglang.ipc.kv_events import KVEventPublisher
+from mini_sglang.ipc.kv_events import KVEventPublisher, PublishingSocket
 from mini_sglang.observability.cache_events import CacheEvents
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -56,7 +56,7 @@ def main(address: str, parent_pid: int) -> int:
         socket.send(messages.encode(messages.Ready(engine_info(engine))))
         gc.collect()
         gc.freeze()  # modules and graphs stay: a full collection that looks at them delays a step by 0.1 s
-        EngineLoop(engine, socket, parent_pid, publisher).run()
+        EngineLoop(engine, PublishingSocket(socket, publisher) if publisher else socket, parent_pid).run()
         engine.close()
         return 0
     except Exception as error:  # the parent must learn why, whatever it was
@@ -91,21 +91,10 @@ def _with_bounded_steps(config: EngineConfig) -> EngineConfig:
 class EngineLoop:
     """Messages in, steps, outputs out. Blocks only while the engine has nothing to do."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        socket: zmq.Socket[bytes],
-        parent_pid: int,
-        publisher: KVEventPublisher | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes] | PublishingSocket, parent_pid: int) -> None:
         self._engine = engine
         self._socket = socket
         self._parent_pid = parent_pid
-        self._publisher = publisher  # None: the cache's events are of no interest
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        if publisher is not None and publisher.replay is not None:
-            self._poller.register(publisher.replay, zmq.POLLIN)
         self._is_checked = True  # nothing has run since the accounts were last looked at
 
     def run(self) -> None:
@@ -118,13 +107,8 @@ class EngineLoop:
     def _receive(self) -> bool:
         """Handle all messages that have arrived, waiting for one while idle. False when it is time to leave."""
         while True:
-            if self._publisher is not None:
-                self._publisher.publish()
             busy = self._engine.has_work
-            arrived = dict(self._poller.poll(0 if busy else _PARENT_CHECK_MS))
-            if self._publisher is not None and self._publisher.replay in arrived:
-                self._publisher.answer()
-            if self._socket not in arrived:
+            if not self._socket.poll(0 if busy else _PARENT_CHECK_MS):
                 if os.getppid() != self._parent_pid:
                     logger.warning("the parent process is gone, leaving")
                     return False

@@ -1,7 +1,7 @@
 """Publishes the prefix cache's events on ZeroMQ sockets, as vLLM does, and sends again what a subscriber has missed.
 
 A message is (topic, sequence number, batch): the number, 8 bytes big-endian, counts from 0; the batch is msgpack. It
-knows no request, and no cache but by its events. It has no thread: the engine's loop calls it between steps.
+knows no request, and no cache but by its events. It has no thread: the engine's loop does it between steps.
 """
 
 from __future__ import annotations
@@ -106,3 +106,24 @@ class KVEventPublisher:
     def close(self) -> None:
         for socket in self._sockets:
             socket.close()
+
+
+class PublishingSocket:
+    """The engine's socket. Each look for a message, of which there is one between two steps, first publishes events."""
+
+    def __init__(self, socket: zmq.Socket[bytes], publisher: KVEventPublisher) -> None:
+        self.recv, self.send = socket.recv, socket.send
+        self._socket = socket
+        self._publisher = publisher
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if publisher.replay is not None:
+            self._poller.register(publisher.replay, zmq.POLLIN)
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Whether a message has come, or comes within the timeout. A replay request may end the wait."""
+        self._publisher.publish()
+        arrived = dict(self._poller.poll(timeout_ms))
+        if self._publisher.replay in arrived:
+            self._publisher.answer()
+        return self._socket in arrived
