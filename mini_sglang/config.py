@@ -77,9 +77,19 @@ class EngineConfig:
 
     step_log: str | None = _option(None, "file to log every step to, as JSON lines, for mini-sglang bench explain")
     profile_dir: str | None = _option(None, "folder for traces of /start_profile; none: there can be no traces")
+    kv_events_endpoint: str | None = _option(
+        None,
+        "address to publish events of the prefix cache on, in vLLM's format, as tcp://*:5557, tcp://IP:PORT or "
+        "ipc://PATH; they hold prompts, so only in a network that is trusted; none: no events",
+    )
+    kv_events_replay_endpoint: str | None = _option(
+        None, "address that replays missed events, as tcp://*:5558; none: there is no replay"
+    )
+    kv_events_topic: str | None = _option(None, "topic of the events; none: the empty one")
+    kv_events_buffer_steps: int = _option(10_000, "batches of events, one a step at most, that are kept for replay")
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "tp", "nnodes"):
+        for name in ("page_size", "tp", "nnodes", "kv_events_buffer_steps"):
             _at_least(name, getattr(self, name), 1)
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
@@ -97,6 +107,7 @@ class EngineConfig:
         _check_choices(self)
         _check_attention_backend(self.attention_backend)
         self._check_nodes()
+        self._check_kv_events()
 
     def _check_nodes(self) -> None:
         if self.tp % self.nnodes:
@@ -111,6 +122,17 @@ class EngineConfig:
             host, _, port = self.dist_init_addr.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"dist_init_addr must be HOST:PORT, got {self.dist_init_addr!r}")
+
+    def _check_kv_events(self) -> None:
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            endpoint = getattr(self, name)
+            if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+                raise ValueError(f"{name} must be tcp://*:PORT, tcp://IP:PORT or ipc://PATH, got {endpoint!r}")
+        for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+            if self.kv_events_endpoint is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} needs kv_events_endpoint, where the events themselves are published")
+        if self.kv_events_endpoint is not None and self.cache == "naive":
+            raise ValueError("kv_events_endpoint needs cache radix: naive keeps nothing that events could be about")
 
     def replace(self, **changes: object) -> Self:
         """A copy with some fields changed, checked again."""
@@ -199,6 +221,7 @@ _MOST = {
     "max_step_ms": (3_600_000, "0 bounds no step"),
     "num_threads": (1024, "one for each core is the fastest"),
 }
+_ENDPOINT = re.compile(r"tcp://(\*|[^\s:\[\]*]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})|ipc://\S+")
 _DEVICES = ("auto", "cpu", "cuda")
 _GPU_BACKENDS = ("triton", "flashinfer", "flash_attn")
 _BACKENDS = ("auto", "cpu", "reference", *_GPU_BACKENDS)

@@ -27,6 +27,7 @@ from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
+from mini_sglang.scheduling.kv_cache import CacheListener
 from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
 from mini_sglang.scheduling.step_cost import work_of
 from mini_sglang.weights.hub import ModelSource
@@ -43,10 +44,19 @@ _MASK_WAIT_S = 0.01  # while only masks are computed; messages are read in betwe
 class Engine:
     """Runs requests to their end. The attribute `config` is the argument with every `auto` resolved.
 
-    The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar.
+    The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar. A listener is
+    told what the prefix cache holds. Raises ValueError if the configuration asks for events of it and there is none.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        *,
+        cache_listener: CacheListener | None = None,
+    ) -> None:
+        if config.kv_events_endpoint is not None and cache_listener is None:
+            raise ValueError("kv_events_endpoint needs a server: only mini-sglang serve publishes events")
         log = None if config.step_log is None else StepLog(config.step_log)  # a wrong path is known before loading
         self._observer: EngineObserver | None = None  # None: nothing asks for logs or traces
         if log is not None or config.profile_dir is not None:
@@ -55,7 +65,8 @@ class Engine:
         self.config = self.executor.config
         self.model_config = self.executor.model_config
         self._cost = self.executor.step_cost
-        self.scheduler = Scheduler(self.config, self._cost)
+        self._cache_listener = cache_listener
+        self.scheduler = Scheduler(self.config, self._cost, cache_listener)
         self._run_ahead = self.config.run_ahead
         self._inflight: deque[tuple[ScheduledBatch, StepHandle, float]] = deque()  # and when it was launched
         self._read_s = 0.0  # when the last step was read
@@ -258,7 +269,7 @@ class Engine:
         self._inflight.clear()
         self._arrived_s.clear()
         self._queued_s.clear()
-        self.scheduler = Scheduler(self.config, self._cost)
+        self.scheduler = Scheduler(self.config, self._cost, self._cache_listener)
 
     def start_trace(self, num_steps: int | None = None) -> None:
         """Trace this process (rank 0) until `stop_trace`, or for `num_steps` steps, into a file in `profile_dir`.

@@ -65,7 +65,17 @@ ALLOWED: dict[str, set[str]] = {
     "ipc": set(),
     "ipc.messages": {"config", "outputs", "sampling_params", "scheduling"},
     "ipc.launch": {"config", "ipc.messages"},
-    "ipc.engine_process": {"child_process", "config", "engine", "errors", "execution.resolve", "ipc.messages"},
+    "ipc.kv_events": {"config", "observability.cache_events"},
+    "ipc.engine_process": {
+        "child_process",
+        "config",
+        "engine",
+        "errors",
+        "execution.resolve",
+        "ipc.kv_events",
+        "ipc.messages",
+        "observability.cache_events",
+    },
     "ipc.async_engine": {
         "config",
         "errors",
@@ -146,7 +156,7 @@ TORCH_FREE = [
         "server",
         "learn",
     ),
-    *("text", "observability.step_log"),
+    *("text", "observability.step_log", "observability.cache_events", "ipc.kv_events"),
 ]
 
 

@@ -19,6 +19,8 @@ from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
 from mini_sglang.config import EngineConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.ipc import messages
+from mini_sglang.ipc.kv_events import KVEventPublisher, PublishingSocket
+from mini_sglang.observability.cache_events import CacheEvents
 
 if TYPE_CHECKING:  # it takes seconds to import
     from mini_sglang.engine import Engine
@@ -40,17 +42,21 @@ def main(address: str, parent_pid: int) -> int:
     socket = context.socket(zmq.PAIR)
     socket.linger = _LINGER_MS
     socket.connect(address)
+    publisher: KVEventPublisher | None = None
     try:
-        engine_class = _imported()
         try:
-            engine = engine_class(_with_bounded_steps(config))
+            cache_events = None if config.kv_events_endpoint is None else CacheEvents()
+            if cache_events is not None:  # first of all: whether an address is taken is known at once
+                publisher = KVEventPublisher(context, config, cache_events)
+                config = publisher.config
+            engine = _imported()(_with_bounded_steps(config), cache_listener=cache_events)
         except (ValueError, OSError) as error:  # a setting or a file is wrong: the message says all
             socket.send(messages.encode(messages.Fatal(str(error), is_setting=True)))
             return 1
         socket.send(messages.encode(messages.Ready(engine_info(engine))))
         gc.collect()
         gc.freeze()  # modules and graphs stay: a full collection that looks at them delays a step by 0.1 s
-        EngineLoop(engine, socket, parent_pid).run()
+        EngineLoop(engine, PublishingSocket(socket, publisher) if publisher else socket, parent_pid).run()
         engine.close()
         return 0
     except Exception as error:  # the parent must learn why, whatever it was
@@ -58,6 +64,8 @@ def main(address: str, parent_pid: int) -> int:
         socket.send(messages.encode(messages.Fatal(f"{type(error).__name__}: {error}")))
         return 1
     finally:
+        if publisher is not None:
+            publisher.close()
         socket.close()
         context.term()
 
@@ -83,7 +91,7 @@ def _with_bounded_steps(config: EngineConfig) -> EngineConfig:
 class EngineLoop:
     """Messages in, steps, outputs out. Blocks only while the engine has nothing to do."""
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], parent_pid: int) -> None:
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes] | PublishingSocket, parent_pid: int) -> None:
         self._engine = engine
         self._socket = socket
         self._parent_pid = parent_pid

@@ -25,11 +25,28 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NewPages
 from mini_sglang.scheduling.page_allocator import PageAllocator
 from mini_sglang.scheduling.radix_cache import Match, Node, RadixCache, token_array
+
+
+class CacheListener(Protocol):
+    """Is told which whole pages are cached. The started ones, tails, are not its concern."""
+
+    def stored(self, salt: bytes, parent_page: int | None, tokens: array[int], page_ids: list[int]) -> None:
+        """These pages, new and in this order, continue `parent_page`; None: they begin a prompt with this salt."""
+
+    def removed(self, page_ids: list[int]) -> None:
+        """These pages are cached no more. Tails may be among them."""
+
+    def cleared(self) -> None:
+        """No page is cached."""
+
+    def check(self, page_ids: set[int]) -> None:
+        """Raise RuntimeError unless these are the pages that are cached by all that it was told."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +65,9 @@ class _Holding:
 class KVCacheManager:
     """Pages for requests, with reuse of cached prefixes (`cache="radix"`) or without (`"naive"`)."""
 
-    def __init__(self, num_pages: int, page_size: int, *, reuse: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, reuse: bool = True, listener: CacheListener | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.reuse = reuse
@@ -58,6 +77,9 @@ class KVCacheManager:
         self._new_pages: dict[Request, list[tuple[int, list[int]]]] = {}  # (first index, ids) for the next step to send
         self._copies: list[tuple[int, int]] = []
         self._replaced: deque[tuple[int, int]] = deque()  # (step, page): free once that step was read
+        self._listener = listener
+        if listener is not None:
+            listener.cleared()
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +182,16 @@ class KVCacheManager:
         """Free up to `count` cached pages that no request holds, least recently used first; return their number."""
         pages = self._tree.evict(count)
         self._allocator.release(pages)
+        if self._listener is not None:
+            self._listener.removed(pages)
         return len(pages)
+
+    def flush(self) -> int:
+        """Free every cached page that no request holds; return their number."""
+        freed = self.evict(self.num_cached_pages)
+        if self._listener is not None and self._tree.num_pages == 0:
+            self._listener.cleared()
+        return freed
 
     def _send_pages(self, request: Request, first: int, pages: list[int]) -> None:
         self._new_pages.setdefault(request, []).append((first, pages))
@@ -210,6 +241,8 @@ class KVCacheManager:
             node, published = self._tree.extend(node, tokens, own)
             self._allocator.retain(published)  # the holder is the tree of an own page, the request of a cached one
             request.page_ids[start:full] = published
+            if self._listener is not None:
+                self._tell_stored(request, holding, own, start)
             holding.node, holding.num_pages = node, full
         if tail and computed > full * size:
             tokens = holding.tokens[full * size : computed]
@@ -220,6 +253,14 @@ class KVCacheManager:
         if own == request.page_ids[start:full]:  # nearly always
             return []
         return [(index, page) for index, page in enumerate(own, start) if page != request.page_ids[index]]
+
+    def _tell_stored(self, request: Request, holding: _Holding, own: list[int], start: int) -> None:
+        """Tell the listener which pages the tree has taken from `own`, a request's from index `start` on: the last."""
+        pages, size, end = request.page_ids, self.page_size, start + len(own)
+        first = next((index for index, page in enumerate(own, start) if pages[index] == page), end)
+        if self._listener is not None and first < end:
+            parent = pages[first - 1] if first else None
+            self._listener.stored(holding.salt, parent, holding.tokens[first * size : end * size], pages[first:end])
 
     def _drop_covered_tails(self, node: Node, tokens: array[int]) -> None:
         if self.page_size > 1:
@@ -261,7 +302,10 @@ class KVCacheManager:
             self._allocator.release(self._tree.remove_tail(holding.tail))
             holding.tail = None
         if holding.node is not None and holding.num_pages > keep:
-            self._allocator.release(self._tree.detach(holding.node, holding.num_pages, keep))
+            pages = self._tree.detach(holding.node, holding.num_pages, keep)
+            self._allocator.release(pages)
+            if self._listener is not None:
+                self._listener.removed(pages)
 
     def resend_page_table(self, request: Request) -> None:
         """Send the whole page table with the next step, since the executor may have missed the last one."""
@@ -286,6 +330,9 @@ class KVCacheManager:
             raise RuntimeError(f"{unreferenced} cached pages have no other holder, {self.num_cached_pages} are counted")
         for request, holding in self._holdings.items():
             self._check_path(request, holding)
+        if self._listener is not None:
+            whole = (node for node in self._tree.nodes() if len(node.tokens) >= self.page_size)
+            self._listener.check({page for node in whole for page in node.page_ids})
 
     def _check_path(self, request: Request, holding: _Holding) -> None:
         """Check that a request's published pages are those of its locked path, with the same tokens."""

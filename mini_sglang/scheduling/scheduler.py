@@ -22,7 +22,7 @@ from mini_sglang.errors import FieldError
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs, TokenOutput
 from mini_sglang.request import Request, RequestStatus
 from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepResult
-from mini_sglang.scheduling.kv_cache import KVCacheManager
+from mini_sglang.scheduling.kv_cache import CacheListener, KVCacheManager
 from mini_sglang.scheduling.policy import EXPECTED_OUTPUT_WEIGHT, FIRST_EXPECTED_OUTPUT, POLICIES
 from mini_sglang.scheduling.radix_cache import Match, common_prefix
 from mini_sglang.scheduling.step_cost import PromptBudget, StepCost, Work
@@ -96,9 +96,12 @@ class Scheduler:
     nothing deadlocks, and no two requests preempt each other for ever.
     """
 
-    def __init__(self, config: ResolvedConfig, cost: StepCost | None = None) -> None:
-        """`cost` predicts what a step takes. Without it `max_step_ms` bounds none."""
-        self.kv = KVCacheManager(config.num_pages, config.page_size, reuse=config.cache == "radix")
+    def __init__(
+        self, config: ResolvedConfig, cost: StepCost | None = None, cache_listener: CacheListener | None = None
+    ) -> None:
+        """`cost` predicts what a step takes; without it `max_step_ms` bounds none. The listener follows the cache."""
+        reuse = config.cache == "radix"
+        self.kv = KVCacheManager(config.num_pages, config.page_size, reuse=reuse, listener=cache_listener)
         self._page_size = config.page_size
         self._context_length = config.context_length
         self._pool_tokens = config.num_pages * config.page_size
@@ -589,7 +592,7 @@ class Scheduler:
 
     def flush_cache(self) -> int:
         """Evict every cached page that no request holds, and return their number."""
-        return self.kv.evict(self.kv.num_cached_pages)
+        return self.kv.flush()
 
     def check(self) -> None:
         """Raise RuntimeError, saying what is wrong, unless every page, slot and request is accounted for."""
