@@ -1,7 +1,7 @@
 """What a replica's steps take: fitted to the step log of a real one, and kept as a small file of JSON.
 
-The device's time is a sum of `StepCost`'s five parts; the host's, which a step in flight hides, has three. Microseconds
-throughout. Knows step logs and settings, and no scheduler.
+The device's time is a sum of `StepCost`'s five parts and one for decodes that run beside prompts; the host's, which a
+step in flight hides, has three. Microseconds throughout. Knows step logs and settings, and no scheduler.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _ROUNDS = 4  # of weighting a fit's errors
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a step: for itself, and for one of each part of `Work`."""
+    """Of a step: for itself, and for one of each part of `Work`; `beside` for each decode of a step with prompts."""
 
     step: float
     decode: float
     context: float
     token: float
     pair: float
+    beside: float = 0.0
 
 
 class HostTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +77,9 @@ class ReplicaCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def device_step_us(self, work: Work) -> float:
         times = self.device_us
         us = times.step + work.decodes * times.decode + work.context * times.context
-        return us + work.tokens * times.token + work.pairs * times.pair if work.tokens else us
+        if work.tokens:
+            us += work.tokens * times.token + work.pairs * times.pair + work.decodes * times.beside
+        return us
 
     def host_step_us(self, work: Work) -> float:
         times = self.host_us
@@ -106,7 +109,7 @@ class Fit(NamedTuple):
 
 
 def fit_cost(path: Path) -> Fit:
-    """The times of the steps of a log, by non-negative least squares of relative errors.
+    """The times of the steps of a log, by non-negative least squares.
 
     Raises OSError, and ValueError for a file that is no log, or one of fewer than `FEWEST_STEPS` steps.
     """
@@ -115,9 +118,10 @@ def fit_cost(path: Path) -> Fit:
     if len(work) < FEWEST_STEPS:
         raise ValueError(f"{path} has {len(work)} steps that follow another one; a fit needs {FEWEST_STEPS}")
     taken = device + host
-    device_us = _fit(work, device)
-    host_us = _fit(work[:, [0, 1, 3]], host)
-    predicted = work @ device_us + work[:, [0, 1, 3]] @ host_us
+    beside = np.where(work[:, 3] > 0, work[:, 1], 0)
+    for_device, for_host = np.column_stack([work, beside]), work[:, [0, 1, 3]]
+    device_us, host_us = _fit(for_device, device), _fit(for_host, host)
+    predicted = for_device @ device_us + for_host @ host_us
     settings = {name: reader.header.config[name] for name in SETTINGS}
     cost = ReplicaCost(settings, DeviceTimes(*device_us.tolist()), HostTimes(*host_us.tolist()))
     errors = np.abs(predicted / taken - 1)
@@ -188,12 +192,14 @@ class _LogReader:
 def _fit(parts: Array, taken: Array) -> Array:
     """What one of each part takes, float64 [parts], none below 0, given steps' parts [steps, parts] and times [steps].
 
-    Errors count as shares of what is predicted: so long steps do not outweigh short ones, and means come out right.
+    Squared errors are divided by what is predicted. So long steps do not outweigh short ones, and all steps together
+    take as long as they took.
     """
     expected = taken
     found = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
-        found = _non_negative_least_squares(parts / expected[:, None], taken / expected)
+        weights = 1 / np.sqrt(expected)
+        found = _non_negative_least_squares(parts * weights[:, None], taken * weights)
         expected = np.maximum(parts @ found, np.median(taken) / 100)
     return found
 
