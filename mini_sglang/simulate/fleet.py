@@ -16,6 +16,7 @@ from typing import cast
 import numpy as np
 
 from mini_sglang.bench.load_generator import Load, LoadRequest, Outcome
+from mini_sglang.bench.serving_figures import Distribution
 from mini_sglang.errors import FieldError
 from mini_sglang.outputs import StepOutputs
 from mini_sglang.request import Request
@@ -46,6 +47,7 @@ class FleetLoad:
     load: Load
     num_requests: list[int]  # by replica
     busy: list[float]  # share of the run in which each replica's device computed
+    queue_ms: Distribution | None  # from when requests come to a replica until their first step
 
 
 class Fleet:
@@ -100,7 +102,9 @@ class Fleet:
                 self._end(index, now_us)
         seconds = max(now_us / 1e6, 1e-9)
         load = Load([cast(Outcome, outcome) for outcome in self._outcomes], seconds, 0.0)
-        return FleetLoad(load, self._num_sent, [replica.busy_us / 1e6 / seconds for replica in self._replicas])
+        busy = [replica.busy_us / 1e6 / seconds for replica in self._replicas]
+        queue_ms = Distribution.of([us / 1e3 for replica in self._replicas for us in replica.queued_us])
+        return FleetLoad(load, self._num_sent, busy, queue_ms)
 
     def _take_turns(self, index: int, now_us: float) -> None:
         """Let a replica take turns until something else happens first, or it has nothing to do."""
@@ -139,7 +143,7 @@ class Fleet:
         self._num_sent[chosen] += 1
         was_idle = replica.is_idle
         try:
-            replica.send(Request(str(index), cast("list[int]", prompt), params))
+            replica.send(Request(str(index), cast("list[int]", prompt), params), now_us)
         except FieldError as error:
             self._finish(index, now_us, "HTTP 400", str(error))
             return

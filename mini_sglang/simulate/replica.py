@@ -33,10 +33,13 @@ class Replica:
         self._device_free_us = self._read_us = 0.0
         self.busy_us = 0.0  # of the device
         self.is_idle = True  # the next turn has to wait for a request
+        self.queued_us: list[float] = []  # of each request, how long it waited for its first step
+        self._sent_us: dict[str, float] = {}  # of those that still wait
 
-    def send(self, request: Request) -> None:
+    def send(self, request: Request, now_us: float) -> None:
         """Queue a request, which the next turn sees. Raises FieldError if it can never fit."""
         self.scheduler.add(request)
+        self._sent_us[request.request_id] = now_us
 
     def turn(self, now_us: float) -> tuple[float, StepOutputs | None]:
         """One round of the loop, from `now_us` on. Returns when it ends, and the tokens that have come by then."""
@@ -58,13 +61,17 @@ class Replica:
         self._device_free_us = max(launched_us, self._device_free_us) + took_us
         self.busy_us += took_us
         self._inflight.append((batch, work, launched_us, self._device_free_us))
+        if batch.new_requests:
+            for request_id in self.scheduler.latest_step.admitted:
+                if (sent_us := self._sent_us.pop(request_id, None)) is not None:
+                    self.queued_us.append(now_us - sent_us)
         return launched_us
 
     def _read(self, now_us: float) -> tuple[float, StepOutputs]:
         batch, work, launched_us, ended_us = self._inflight.popleft()
         now_us = max(now_us, ended_us)
-        if self._is_bounded:
+        if self._is_bounded and work.tokens:  # of decodes alone there is nothing to learn: they take what is expected
             self._learned.learn(work, now_us - max(launched_us, self._read_us))
-            self._read_us = now_us
+        self._read_us = now_us
         num_samples = sum(row.samples for row in batch.rows)
         return now_us, self.scheduler.update(batch, StepResult([ANSWER_TOKEN] * num_samples, [None] * num_samples))
