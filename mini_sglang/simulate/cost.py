@@ -225,4 +225,5 @@ def _non_negative_least_squares(matrix: Array, wanted: Array) -> Array:
             x = x + (x[below] / (x[below] - trial[below])).min() * (trial - x)
             free &= x > 1e-12
         x = trial
-    return x / scale
+    found: Array = x / scale
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -60,7 +60,7 @@ class Fleet:
         self._request_us = cost.request_us
         self._policy = policy
         self._requests = requests
-        self._loads = dict.fromkeys(range(num_replicas), 0)
+        self._loads: dict[Hashable, int] = dict.fromkeys(range(num_replicas), 0)
         self._num_sent = [0] * num_replicas
         self._answers: dict[str, _Answer] = {}
         self._outcomes: list[Outcome | None] = [None] * len(requests)
