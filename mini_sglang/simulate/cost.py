@@ -24,6 +24,7 @@ SETTINGS = (
     "schedule", "run_ahead",
 )  # fmt: skip
 _LEAST_US = 1e-9  # of a part: StepCost wants none to be 0
+_MOST_OFF = 0.5  # of a step: more was something else's fault
 _ROUNDS = 4  # of weighting a fit's errors
 
 
@@ -53,6 +54,7 @@ class ReplicaCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_us: DeviceTimes
     host_us: HostTimes = HostTimes()
     request_us: float = 0.0  # for a request and its answer outside of the engine
+    spread: float = 0.0  # standard deviation of the device's time, as a share of what is expected
 
     @property
     def config(self) -> ResolvedConfig:
@@ -123,7 +125,10 @@ def fit_cost(path: Path) -> Fit:
     device_us, host_us = _fit(for_device, device), _fit(for_host, host)
     predicted = for_device @ device_us + for_host @ host_us
     settings = {name: reader.header.config[name] for name in SETTINGS}
-    cost = ReplicaCost(settings, DeviceTimes(*device_us.tolist()), HostTimes(*host_us.tolist()))
+    off = np.clip(device / (for_device @ device_us) - 1, -_MOST_OFF, _MOST_OFF)
+    cost = ReplicaCost(
+        settings, DeviceTimes(*device_us.tolist()), HostTimes(*host_us.tolist()), spread=float(off.std())
+    )
     errors = np.abs(predicted / taken - 1)
     return Fit(cost, len(work), float(predicted.sum() / taken.sum()), float(np.median(errors)))
 

@@ -56,7 +56,7 @@ class Fleet:
     def __init__(
         self, cost: ReplicaCost, num_replicas: int, policy: RoutingPolicy, requests: Sequence[LoadRequest]
     ) -> None:
-        self._replicas = [Replica(cost) for _ in range(num_replicas)]
+        self._replicas = [Replica(cost, seed) for seed in range(num_replicas)]
         self._request_us = cost.request_us
         self._policy = policy
         self._requests = requests

@@ -6,6 +6,7 @@ Instead of tokens being computed, time passes. Microseconds throughout. Knows no
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 from mini_sglang.outputs import StepOutputs
@@ -16,6 +17,7 @@ from mini_sglang.scheduling.step_cost import Work, work_of
 from mini_sglang.simulate.cost import ReplicaCost
 
 ANSWER_TOKEN = 0  # every token of every answer
+_LEAST_SHARE = 0.2  # of its expected time that a step takes
 
 _Launched = tuple[ScheduledBatch, Work, float, float]  # and when it was launched, and when the device is done with it
 
@@ -23,8 +25,10 @@ _Launched = tuple[ScheduledBatch, Work, float, float]  # and when it was launche
 class Replica:
     """A scheduler, the steps in flight, and until when the device is busy."""
 
-    def __init__(self, cost: ReplicaCost) -> None:
+    def __init__(self, cost: ReplicaCost, seed: int = 0) -> None:
+        """`seed` is that of what chance adds to steps' times."""
         self._cost = cost
+        self._chance = random.Random(seed)
         self._learned = cost.step_cost()  # what the scheduler expects of steps follows those that run
         self.scheduler = Scheduler(cost.config, self._learned)
         self._is_bounded = cost.config.max_step_ms > 0
@@ -58,6 +62,8 @@ class Replica:
         work = work_of(batch.rows)
         launched_us = now_us + self._cost.host_step_us(work)
         took_us = self._cost.device_step_us(work)
+        if self._cost.spread:
+            took_us *= max(1 + self._chance.gauss(0, self._cost.spread), _LEAST_SHARE)
         self._device_free_us = max(launched_us, self._device_free_us) + took_us
         self.busy_us += took_us
         self._inflight.append((batch, work, launched_us, self._device_free_us))
@@ -70,7 +76,7 @@ class Replica:
     def _read(self, now_us: float) -> tuple[float, StepOutputs]:
         batch, work, launched_us, ended_us = self._inflight.popleft()
         now_us = max(now_us, ended_us)
-        if self._is_bounded and work.tokens:  # of decodes alone there is nothing to learn: they take what is expected
+        if self._is_bounded:
             self._learned.learn(work, now_us - max(launched_us, self._read_us))
         self._read_us = now_us
         num_samples = sum(row.samples for row in batch.rows)
