@@ -20,12 +20,12 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,6 @@ def main() -> None:
     server = ways.add_parser("server")
     server.add_argument("--rounds", type=int, default=2)
     server.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each load")
-    server.add_argument("--port", type=int, default=8390, help="and the one after it")
     recorded = ways.add_parser("recorded")
     recorded.add_argument("step_log", type=Path)
     recorded.add_argument("figures", type=Path)
@@ -66,7 +65,7 @@ def main() -> None:
         way.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     if args.way == "server":
-        found = compare_server(args.rounds, args.seconds, args.port)
+        found = compare_server(args.rounds, args.seconds)
     else:
         found = compare_recorded(args.step_log, args.figures)
     show(found["loads"])
@@ -74,12 +73,12 @@ def main() -> None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def compare_server(rounds: int, seconds: float, port: int) -> dict[str, Any]:
+def compare_server(rounds: int, seconds: float) -> dict[str, Any]:
     """Predictions and measurements of each load, of each round."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         logs = {"calibrated": folder / "calibrated.jsonl", "measured": folder / "measured.jsonl"}
-        with running(logs["calibrated"], port, "--max-step-ms", "0") as url:
+        with running(logs["calibrated"], "--max-step-ms", "0") as url:
             calibrate(url, 0)
         settings = {name: getattr_of(logs["calibrated"], name) for name in SETTINGS} | {"max_step_ms": 200}
         capacity = predict(
@@ -93,8 +92,8 @@ def compare_server(rounds: int, seconds: float, port: int) -> dict[str, Any]:
         turns: list[tuple[str, ServingConfig, dict[str, float]]] = []
         windows: list[Window] = []
         with (
-            running(logs["calibrated"], port, "--max-step-ms", "0") as calibrated,
-            running(logs["measured"], port + 1) as measured,
+            running(logs["calibrated"], "--max-step-ms", "0") as calibrated,
+            running(logs["measured"]) as measured,
         ):
             windows.append(calibrate(calibrated, 1))
             for number in range(rounds):
@@ -188,25 +187,29 @@ def cut(log: Path, windows: Sequence[Window], path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def running(log: Path, port: int, *options: str) -> Iterator[str]:
+def running(log: Path, *options: str) -> Iterator[str]:
     """A server with one thread while it runs; its address. Raises RuntimeError if it does not start."""
-    command = [sys.executable, "-m", "mini_sglang", "serve", "--port", str(port), "--num-threads", "1"]
+    command = [sys.executable, "-m", "mini_sglang", "serve", "--port", "0", "--num-threads", "1"]
     command += ["--context-length", "1024", "--no-access-log", "--step-log", str(log), *options]
     settings = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=settings) as process:
-        url = f"http://127.0.0.1:{port}"
+    with (
+        log.with_suffix(".txt").open("w+") as said,
+        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=settings) as process,
+    ):
         try:
-            while True:
-                if process.poll() is not None:
-                    raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"{url}/health", timeout=10)
-                    break
-                time.sleep(0.5)
-            yield url
+            yield _address(process, log.with_suffix(".txt"))
         finally:
             process.terminate()
             process.wait(30)
+
+
+def _address(process: subprocess.Popen[bytes], said: Path) -> str:
+    """Where the server serves, once it says so."""
+    while (found := re.search(r"^Serving .* at (http\S+)$", said.read_text(), re.MULTILINE)) is None:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}: {said.read_text()[-2000:]}")
+        time.sleep(0.2)
+    return found[1]
 
 
 def show(loads: dict[str, list[dict[str, Any]]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 Replica = Hashable
@@ -21,6 +22,7 @@ MOST_BLOCKS = 1 << 18  # that are remembered; about 200 bytes each
 LEAST_SHARE = 0.5  # of a prompt that a replica must have seen to be preferred
 MOST_LOAD = 1.25  # times the mean, of a replica that is preferred for what it has seen
 FREE_LOAD = 4  # requests that such a replica may have whatever the mean is
+BRANCHES = 4  # ways on that a beginning may have for each replica that has seen it, before another one is to see it too
 
 
 class RoutingPolicy(Protocol):
@@ -72,6 +74,9 @@ class PrefixAffinity:
     least loaded, which has seen the beginning from then on: so a hot prefix spreads. Bounding loads by a multiple of
     their mean follows Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018).
 
+    So does a beginning that many prompts share, as a system prompt, even where there is little load: with each
+    `BRANCHES` ways in which prompts go on from it, one more replica gets it, or else all would come to the first.
+
     What replicas have seen is a tree of prefixes in blocks: each block is known by a hash of it and of all before it.
     The blocks used least recently are forgotten, the ends of a prefix before its beginning.
     """
@@ -81,7 +86,7 @@ class PrefixAffinity:
             raise ValueError(f"block and most_blocks must be at least 1, got {block} and {most_blocks}")
         self._block = block
         self._most_blocks = most_blocks
-        self._seen: OrderedDict[int, set[Replica]] = OrderedDict()  # by hash of a prefix, the latest used last
+        self._seen: OrderedDict[int, _Seen] = OrderedDict()  # by hash of a prefix, the latest used last
         self._least_loaded = LeastLoaded()
 
     @property
@@ -97,18 +102,20 @@ class PrefixAffinity:
         allowed = {replica: depth for replica, depth in depths.items() if loads[replica] < most}
         deepest = max(allowed.values(), default=0)
         if deepest and deepest * self._block >= LEAST_SHARE * len(prompt):
-            replicas = [replica for replica, depth in allowed.items() if depth == deepest]
+            last = self._seen[hashes[deepest - 1]]
+            if last.num_branches < BRANCHES * len(last.replicas):
+                replicas = [replica for replica, depth in allowed.items() if depth == deepest]
         chosen = self._least_loaded.choose_among(replicas, loads)
         self._remember(hashes, chosen)
         return chosen
 
     def forget(self, replica: Replica) -> None:
         """Forget what a replica has seen: it has left, or its cache was emptied."""
-        for key in [key for key, seen in self._seen.items() if replica in seen]:
+        for key in [key for key, seen in self._seen.items() if replica in seen.replicas]:
             seen = self._seen[key]
-            seen.discard(replica)
-            if not seen:
-                del self._seen[key]
+            seen.replicas.discard(replica)
+            if not seen.replicas:
+                self._drop(key)
 
     def _hashes(self, prompt: Prompt) -> list[int]:
         """One for each whole block: of the prompt up to its end."""
@@ -126,21 +133,39 @@ class PrefixAffinity:
             seen = self._seen.get(key)
             if seen is None:
                 break
-            for replica in seen:
+            for replica in seen.replicas:
                 if depths.get(replica, 0) == depth - 1 and replica in loads:
                     depths[replica] = depth
         return depths
 
     def _remember(self, hashes: Sequence[int], replica: Replica) -> None:
-        seen = self._seen
+        blocks, before = self._seen, None
+        for key in hashes:
+            seen = blocks.get(key)
+            if seen is None:
+                seen = blocks[key] = _Seen(before)
+                if before is not None:
+                    blocks[before].num_branches += 1
+            seen.replicas.add(replica)
+            before = key
         for key in reversed(hashes):  # a beginning is used after what follows it, so it is forgotten later
-            if key in seen:
-                seen[key].add(replica)
-                seen.move_to_end(key)
-            else:
-                seen[key] = {replica}
-        while len(seen) > self._most_blocks:
-            seen.popitem(last=False)
+            blocks.move_to_end(key)
+        while len(blocks) > self._most_blocks:
+            self._drop(next(iter(blocks)))
+
+    def _drop(self, key: int) -> None:
+        before = self._seen.pop(key).before
+        if before in self._seen:
+            self._seen[before].num_branches -= 1
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A block, with all that is before it."""
+
+    before: int | None  # hash of what is before it
+    replicas: set[Replica] = field(default_factory=set)
+    num_branches: int = 0  # different blocks that follow it
 
 
 def _some(loads: Loads) -> Sequence[Replica]:
