@@ -19,7 +19,7 @@ Loads = Mapping[Replica, int]  # requests under way, of every replica that may b
 
 BLOCK = 64  # tokens or characters that a prefix is remembered in steps of
 MOST_BLOCKS = 1 << 18  # that are remembered; about 200 bytes each
-LEAST_SHARE = 0.5  # of a prompt that a replica must have seen to be preferred
+LEAST_SHARE = 0.25  # of a prompt that a replica must have seen to be preferred
 MOST_LOAD = 1.25  # times the mean, of a replica that is preferred for what it has seen
 FREE_LOAD = 4  # requests that such a replica may have whatever the mean is
 BRANCHES = 4  # ways on that a beginning may have for each replica that has seen it, before another one is to see it too
