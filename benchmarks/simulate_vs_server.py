@@ -89,7 +89,7 @@ def compare_server(rounds: int, seconds: float) -> dict[str, Any]:
             name: ServingConfig(**LOAD, rate=round(capacity * share, 2), num_requests=round(capacity * share * seconds))
             for name, share in LOADS.items()
         }
-        turns: list[tuple[str, ServingConfig, dict[str, float]]] = []
+        turns: list[tuple[str, ServingConfig, dict[str, float], Window]] = []
         windows: list[Window] = []
         with (
             running(logs["calibrated"], "--max-step-ms", "0") as calibrated,
@@ -97,21 +97,29 @@ def compare_server(rounds: int, seconds: float) -> dict[str, Any]:
         ):
             windows.append(calibrate(calibrated, 1))
             for number in range(rounds):
-                for load, config in loads.items():
-                    config = dataclasses.replace(config, url=measured, seed=1000 * (number + 1))
+                for index, (load, config) in enumerate(loads.items()):  # each with prompts that no cache has
+                    config = dataclasses.replace(config, url=measured, seed=1000 * (number + 1) + 100 * index)
+                    began = time.time()
                     [[figures]] = asyncio.run(measure(config, open_dataset(config)))
-                    turns.append((load, config, summary(msgspec.to_builtins(dataclasses.asdict(figures)))))
+                    turns.append((load, config, summary(dataclasses.asdict(figures)), (began, time.time())))
                     windows.append(calibrate(calibrated, len(windows) + 1))
         settings = {name: getattr_of(logs["measured"], name) for name in SETTINGS}
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in LOADS}
-        costs = []
-        for index, (load, config, figures_of_run) in enumerate(turns):
-            cost = fit_cost(cut(logs["calibrated"], windows[index : index + 2], folder / "cut.jsonl")).cost
-            cost = cost.with_settings(settings)
-            costs.append(msgspec.to_builtins(cost))
-            found[load].append({"rate": config.rate, "measured": figures_of_run, "predicted": predict(config, cost)})
+        for index, (load, config, figures_of_run, own) in enumerate(turns):
+            around = fit_cost(cut(logs["calibrated"], windows[index : index + 2], folder / "cut.jsonl"))
+            itself = fit_cost(cut(logs["measured"], [own], folder / "cut.jsonl"))
+            found[load].append(
+                {
+                    "rate": config.rate,
+                    "measured": figures_of_run,
+                    "predicted": predict(config, around.cost.with_settings(settings)),
+                    "predicted from its own log": predict(config, itself.cost),
+                    "device_us": [msgspec.to_builtins(fit.cost.device_us) for fit in (around, itself)],
+                    "spread": [fit.cost.spread for fit in (around, itself)],
+                }
+            )
     machine = {"cores": os.cpu_count(), "threads": 1, "busy": os.getloadavg()}
-    return {"machine": machine, "capacity": capacity, "loads": found, "costs": costs}
+    return {"machine": machine, "capacity": capacity, "loads": found}
 
 
 def compare_recorded(step_log: Path, figures: Path) -> dict[str, Any]:
@@ -132,7 +140,7 @@ def compare_recorded(step_log: Path, figures: Path) -> dict[str, Any]:
             {
                 "rate": figures.rate,
                 "measured": summary(results[figures.rate]),
-                "predicted": summary(msgspec.to_builtins(dataclasses.asdict(figures))),
+                "predicted": summary(dataclasses.asdict(figures)),
             }
         ]
         for figures in predicted
@@ -144,7 +152,7 @@ def compare_recorded(step_log: Path, figures: Path) -> dict[str, Any]:
 
 def predict(config: ServingConfig, cost: ReplicaCost) -> dict[str, float]:
     [figures], _ = Simulator(config, cost, "round_robin").results(1)
-    return summary(msgspec.to_builtins(dataclasses.asdict(figures)))
+    return summary(dataclasses.asdict(figures))
 
 
 def summary(figures: dict[str, Any]) -> dict[str, float]:
@@ -213,19 +221,20 @@ def _address(process: subprocess.Popen[bytes], said: Path) -> str:
 
 
 def show(loads: dict[str, list[dict[str, Any]]]) -> None:
-    """A table: what was predicted by what was measured, the median over rounds."""
-    names = list(next(iter(loads.values()))[0]["measured"])
-    table = Table(title="predicted / measured", title_justify="left")
-    for column in ("load", *names):
-        table.add_column(column, justify="right")
-    for load, pairs in loads.items():
-        cells: list[str] = []
-        for name in names:
-            ratio = statistics.median(pair["predicted"][name] / pair["measured"][name] for pair in pairs)
-            mark = " !" if abs(ratio - 1) > WITHIN.get(name, float("inf")) else ""
-            cells.append(f"{ratio:.3f}{mark}")
-        table.add_row(load, *cells)
-    Console().print(table)
+    """Tables: what was predicted by what was measured, the median over rounds."""
+    pairs = next(iter(loads.values()))
+    for way in (name for name in pairs[0] if name.startswith("predicted")):
+        table = Table(title=f"{way} / measured", title_justify="left")
+        for column in ("load", "rate", *pairs[0]["measured"]):
+            table.add_column(column, justify="right")
+        for load, pairs in loads.items():
+            cells: list[str] = []
+            for name in pairs[0]["measured"]:
+                ratio = statistics.median(pair[way][name] / pair["measured"][name] for pair in pairs)
+                mark = " !" if abs(ratio - 1) > WITHIN.get(name, float("inf")) else ""
+                cells.append(f"{ratio:.3f}{mark}")
+            table.add_row(load, f"{pairs[0]['rate']:g}", *cells)
+        Console().print(table)
     Console().print(f"!: not within {', '.join(f'{share:.0%} of {name}' for name, share in WITHIN.items())}")
 
 
