@@ -17,7 +17,7 @@ from mini_sglang.observability.step_log import Arrived, Ended, Header, Step, rea
 from mini_sglang.scheduling.step_cost import StepCost, Work
 
 Array = np.ndarray[Any, Any]
-FEWEST_STEPS = 50  # that a fit needs
+FEWEST_STEPS = 30  # that a fit needs
 # What a scheduler's decisions depend on. The rest of an engine's settings shows in its times alone.
 SETTINGS = (
     "page_size", "num_pages", "cache", "context_length", "max_running_requests", "max_prefill_tokens", "max_step_ms",

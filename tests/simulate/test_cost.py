@@ -93,7 +93,7 @@ def test_time_without_a_request_is_nobodys(tmp_path: Path) -> None:
 
 def test_a_log_of_a_few_steps_is_refused(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 20, on_gpu=True)
-    with pytest.raises(ValueError, match="a fit needs 50"):
+    with pytest.raises(ValueError, match="a fit needs 30"):
         fit_cost(tmp_path / "log")
 
 
