@@ -39,7 +39,8 @@ from mini_sglang.bench.serving import measure
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.observability.step_log import Header, StepLog, read_lines
 from mini_sglang.simulate.commands import Simulator
-from mini_sglang.simulate.cost import SETTINGS, ReplicaCost, fit_cost
+from mini_sglang.simulate.cost import ReplicaCost, fit_cost
+from mini_sglang.simulate.settings import SETTINGS
 
 LOAD: dict[str, Any] = {"input_length": "16:64", "output_length": "8:24", "vocab": "1000:40000", "warmup": 0}
 CALIBRATIONS: Sequence[dict[str, Any]] = (

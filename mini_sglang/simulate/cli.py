@@ -9,15 +9,12 @@ from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.config import EngineConfig
 from mini_sglang.options import FAILED, Commands, add_command, add_fields, from_options
 from mini_sglang.routing import POLICIES
+from mini_sglang.simulate.settings import MOST_REPLICAS, SETTINGS
 
 # Fields of a load that are about talking to a server, or about prompts that are text.
 _LEFT_OUT = {
     "url", "api", "model_name", "api_key", "header", "extra_body", "ignore_eos", "temperature", "timeout", "warmup",
     "flush_cache", "turns", "tokenizer",
-}  # fmt: skip
-_SETTINGS = {
-    "page_size", "num_pages", "cache", "context_length", "max_running_requests", "max_prefill_tokens", "max_step_ms",
-    "schedule", "run_ahead",
 }  # fmt: skip
 
 
@@ -31,7 +28,7 @@ def add_simulate(commands: Commands) -> None:
     add("--step-log", type=Path, metavar="FILE", help="fit what steps take to this log of a real server's --step-log")
     add("--cost", type=Path, metavar="FILE", help="or read it from this file, which --save-cost has written")
     add("--save-cost", type=Path, metavar="FILE", help="write there what steps take, and the engine's settings")
-    add("--replicas", type=_count, default=1, metavar="N", help="servers, up to 1000 (default: 1)")
+    add("--replicas", type=_count, default=1, metavar="N", help=f"servers, up to {MOST_REPLICAS} (default: 1)")
     help = "which of them gets a request (default: least_loaded)"
     add("--routing", choices=tuple(POLICIES), default="least_loaded", help=help)
     help = "look for the fewest replicas that keep limits like ttft_p99<500ms,itl_p50<50ms or good>0.95 (of --slo)"
@@ -44,7 +41,7 @@ def add_simulate(commands: Commands) -> None:
         metavar="FILE",
         help="draw the curves of a --sweep or --find-replicas there",
     )
-    add_fields(command, EngineConfig, "settings of a replica; those not given are the log's", only=_SETTINGS)
+    add_fields(command, EngineConfig, "settings of a replica; those not given are the log's", only=set(SETTINGS))
     add_fields(command, ServingConfig, "load", leave_out=_LEFT_OUT)
 
 
@@ -69,7 +66,7 @@ def _simulate(options: argparse.Namespace) -> int:
         fit = fit_cost(options.step_log)
         cost = fit.cost
         print(f"fitted to {fit.num_steps:,} steps: the median one is off by {fit.median_error:.1%}")
-    cost = cost.with_settings({name: getattr(options, name) for name in _SETTINGS if hasattr(options, name)})
+    cost = cost.with_settings({name: getattr(options, name) for name in SETTINGS if hasattr(options, name)})
     if options.save_cost is not None:
         cost.save(options.save_cost)
     simulator = Simulator(config, cost, options.routing, options.price)
@@ -97,6 +94,6 @@ def _load(options: argparse.Namespace) -> ServingConfig:
 
 def _count(text: str) -> int:
     number = int(text)
-    if not 1 <= number <= 1000:
-        raise argparse.ArgumentTypeError(f"must be between 1 and 1000, got {number}")
+    if not 1 <= number <= MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"must be between 1 and {MOST_REPLICAS}, got {number}")
     return number

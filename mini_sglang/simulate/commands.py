@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 
 from mini_sglang.bench.datasets import Requests, open_dataset
@@ -20,9 +21,8 @@ from mini_sglang.routing import POLICIES
 from mini_sglang.simulate.cost import ReplicaCost
 from mini_sglang.simulate.fleet import Fleet, FleetLoad
 from mini_sglang.simulate.report import plot_replicas, replicas_table, run_report
+from mini_sglang.simulate.settings import MOST_REPLICAS
 from mini_sglang.simulate.target import Target, next_number
-
-MOST_REPLICAS = 1000
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,6 @@ def find_replicas(
 
 
 def _setting(simulator: Simulator) -> dict[str, Any]:
-    import msgspec
-
     return {
         "load": simulator.config,
         "replica": msgspec.to_builtins(simulator.cost),

@@ -15,14 +15,10 @@ import numpy as np
 from mini_sglang.config import ResolvedConfig
 from mini_sglang.observability.step_log import Arrived, Ended, Header, Step, read_lines
 from mini_sglang.scheduling.step_cost import StepCost, Work
+from mini_sglang.simulate.settings import SETTINGS
 
 Array = np.ndarray[Any, Any]
 FEWEST_STEPS = 30  # that a fit needs
-# What a scheduler's decisions depend on. The rest of an engine's settings shows in its times alone.
-SETTINGS = (
-    "page_size", "num_pages", "cache", "context_length", "max_running_requests", "max_prefill_tokens", "max_step_ms",
-    "schedule", "run_ahead",
-)  # fmt: skip
 _LEAST_US = 1e-9  # of a part: StepCost wants none to be 0
 _MOST_OFF = 0.5  # of a step: more was something else's fault
 _ROUNDS = 4  # of weighting a fit's errors

@@ -74,7 +74,7 @@ class Fleet:
         for index, due in enumerate(times):
             after = self._requests[index].after if in_turn else None
             if after is None:
-                self._push(due * 1e6, _COME, index)
+                self._send(due * 1e6, index)
             else:
                 self._followers[after].append((index, due * 1e6))
         return self._run()
@@ -83,8 +83,11 @@ class Fleet:
         """Closed loop: keep `concurrency` requests under way."""
         self._unsent = iter(range(concurrency, len(self._requests)))
         for index in range(min(concurrency, len(self._requests))):
-            self._push(0.0, _COME, index)
+            self._send(0.0, index)
         return self._run()
+
+    def _send(self, us: float, index: int) -> None:
+        self._push(us + self._request_us, _COME, index)
 
     def _push(self, us: float, kind: int, index: int) -> None:
         self._num_events += 1
@@ -99,7 +102,7 @@ class Fleet:
             elif kind == _COME:
                 self._come(index, now_us)
             else:
-                self._end(index, now_us)
+                self._finish(index, now_us)
         seconds = max(now_us / 1e6, 1e-9)
         load = Load([cast(Outcome, outcome) for outcome in self._outcomes], seconds, 0.0)
         busy = [replica.busy_us / 1e6 / seconds for replica in self._replicas]
@@ -138,7 +141,7 @@ class Fleet:
         chosen = cast(int, self._policy.choose(cast("list[int]", prompt), self._loads))
         params = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True)
         replica = self._replicas[chosen]
-        self._answers[str(index)] = _Answer(now_us, chosen, len(prompt))
+        self._answers[str(index)] = _Answer(now_us - self._request_us, chosen, len(prompt))
         self._loads[chosen] += 1
         self._num_sent[chosen] += 1
         was_idle = replica.is_idle
@@ -149,10 +152,7 @@ class Fleet:
             return
         if was_idle:
             replica.is_idle = False
-            self._push(now_us + self._request_us, _TURN, chosen)
-
-    def _end(self, index: int, now_us: float) -> None:
-        self._finish(index, now_us)
+            self._push(now_us, _TURN, chosen)
 
     def _finish(self, index: int, now_us: float, error: str | None = None, detail: str = "") -> None:
         """Keep what came of a request, and let those come that have waited for it."""
@@ -160,9 +160,9 @@ class Fleet:
         self._loads[answer.replica] -= 1
         self._outcomes[index] = self._outcome(answer, error, detail)
         for follower, due_us in self._followers.pop(index, ()):
-            self._push(max(now_us, due_us), _COME, follower)
+            self._send(max(now_us, due_us), follower)
         if (unsent := next(self._unsent, None)) is not None:
-            self._push(now_us, _COME, unsent)
+            self._send(now_us, unsent)
 
     def _outcome(self, answer: _Answer, error: str | None, detail: str) -> Outcome:
         due = answer.due_us / 1e6

@@ -60,10 +60,12 @@ def test_what_a_prompt_shares_with_an_earlier_one_is_not_computed(cost: ReplicaC
 
 
 def test_time_outside_of_the_engine_comes_before_the_first_token(cost: ReplicaCost) -> None:
-    [plain] = run(cost, [request(0, 100)], [0.0])
-    [later] = run(msgspec.structs.replace(cost, request_us=5000), [request(0, 100)], [0.0])
-    assert later.ttft == pytest.approx(plain.ttft + 0.005)
-    assert later.gaps == pytest.approx(plain.gaps)
+    requests = [request(0, 100), request(1, 100, after=0)]
+    plain = run(cost, requests, [0.0, 0.0], in_turn=True)
+    slower = run(msgspec.structs.replace(cost, request_us=5000), requests, [0.0, 0.0], in_turn=True)
+    assert [outcome.ttft for outcome in slower] == pytest.approx([outcome.ttft + 0.005 for outcome in plain])
+    assert [outcome.due for outcome in slower] == pytest.approx([0.0, plain[0].e2e + 0.005])
+    assert slower[0].gaps == pytest.approx(plain[0].gaps)
 
 
 def test_a_turn_comes_when_the_answer_before_it_has_ended(cost: ReplicaCost) -> None:
