@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-Replica = Hashable
+Replica = Any  # whatever can be a key of a dict
 Prompt = Sequence[int] | str  # token ids, or text
 Loads = Mapping[Replica, int]  # requests under way, of every replica that may be chosen; not empty
 
@@ -139,15 +139,16 @@ class PrefixAffinity:
         return depths
 
     def _remember(self, hashes: Sequence[int], replica: Replica) -> None:
-        blocks, before = self._seen, None
+        blocks = self._seen
+        before: _Seen | None = None
         for key in hashes:
             seen = blocks.get(key)
             if seen is None:
                 seen = blocks[key] = _Seen(before)
                 if before is not None:
-                    blocks[before].num_branches += 1
+                    before.num_branches += 1
             seen.replicas.add(replica)
-            before = key
+            before = seen
         for key in reversed(hashes):  # a beginning is used after what follows it, so it is forgotten later
             blocks.move_to_end(key)
         while len(blocks) > self._most_blocks:
@@ -155,15 +156,15 @@ class PrefixAffinity:
 
     def _drop(self, key: int) -> None:
         before = self._seen.pop(key).before
-        if before in self._seen:
-            self._seen[before].num_branches -= 1
+        if before is not None:
+            before.num_branches -= 1
 
 
 @dataclass(slots=True)
 class _Seen:
     """A block, with all that is before it."""
 
-    before: int | None  # hash of what is before it
+    before: _Seen | None  # the block before it
     replicas: set[Replica] = field(default_factory=set)
     num_branches: int = 0  # different blocks that follow it
 

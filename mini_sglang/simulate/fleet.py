@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -60,7 +60,7 @@ class Fleet:
         self._request_us = cost.request_us
         self._policy = policy
         self._requests = requests
-        self._loads: dict[Hashable, int] = dict.fromkeys(range(num_replicas), 0)
+        self._loads = dict.fromkeys(range(num_replicas), 0)
         self._num_sent = [0] * num_replicas
         self._answers: dict[str, _Answer] = {}
         self._outcomes: list[Outcome | None] = [None] * len(requests)
@@ -138,7 +138,7 @@ class Fleet:
         prompt = wanted.make_prompt()
         if not isinstance(prompt[0], int):
             raise ValueError("only prompts of token ids can be simulated")
-        chosen = cast(int, self._policy.choose(cast("list[int]", prompt), self._loads))
+        chosen: int = self._policy.choose(cast("list[int]", prompt), self._loads)
         params = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True)
         replica = self._replicas[chosen]
         self._answers[str(index)] = _Answer(now_us - self._request_us, chosen, len(prompt))

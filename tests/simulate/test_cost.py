@@ -28,7 +28,9 @@ def write_log(path: Path, steps: int, *, on_gpu: bool, spread: float = 0.0, paus
     chance = np.random.default_rng(0)
     log = StepLog(str(path))
     log.write(Header(began=0.0, config={**SETTINGS, "device": "cuda" if on_gpu else "cpu"}))
-    now, lengths, decoding = 0, {}, {}
+    now = 0
+    lengths: dict[str, int] = {}
+    decoding: dict[str, int] = {}  # position of the next token that each computes
     for number in range(1, steps + 1):
         if pause_us and number == steps // 2:
             for name in lengths:
