@@ -26,6 +26,8 @@ def add_simulate(commands: Commands) -> None:
     group = command.add_argument_group("fleet")
     add = group.add_argument
     add("--step-log", type=Path, metavar="FILE", help="fit what steps take to this log of a real server's --step-log")
+    help = "or to these files of bench latency --json, at least 3 of different --batch and --input; may be repeated"
+    add("--latency", type=Path, action="append", metavar="FILE", help=help)
     add("--cost", type=Path, metavar="FILE", help="or read it from this file, which --save-cost has written")
     add("--save-cost", type=Path, metavar="FILE", help="write there what steps take, and the engine's settings")
     add("--replicas", type=_count, default=1, metavar="N", help=f"servers, up to {MOST_REPLICAS} (default: 1)")
@@ -47,8 +49,8 @@ def add_simulate(commands: Commands) -> None:
 
 def _simulate(options: argparse.Namespace) -> int:
     config = _load(options)
-    if (options.step_log is None) == (options.cost is None):
-        raise ValueError("simulate needs what steps take: give either --step-log or --cost")
+    if sum(given is not None for given in (options.step_log, options.latency, options.cost)) != 1:
+        raise ValueError("simulate needs what steps take: give one of --step-log, --latency and --cost")
     if options.price is not None and not options.price > 0:
         raise ValueError(f"price must be above 0, got {options.price:g}")
     try:
@@ -57,15 +59,15 @@ def _simulate(options: argparse.Namespace) -> int:
         if error.name != "aiohttp":
             raise
         raise ValueError("simulate needs aiohttp: pip install 'mini-sglang[bench]'") from None
-    from mini_sglang.simulate.cost import fit_cost, load_cost
+    from mini_sglang.simulate.cost import fit_cost, fit_latency, load_cost
     from mini_sglang.simulate.target import Target
 
     if options.cost is not None:
         cost = load_cost(options.cost)
     else:
-        fit = fit_cost(options.step_log)
+        fit = fit_cost(options.step_log) if options.latency is None else fit_latency(options.latency)
         cost = fit.cost
-        print(f"fitted to {fit.num_steps:,} steps: the median one is off by {fit.median_error:.1%}")
+        print(f"fitted to {fit.num_steps:,} times of steps: the median one is off by {fit.median_error:.1%}")
     cost = cost.with_settings({name: getattr(options, name) for name in SETTINGS if hasattr(options, name)})
     if options.save_cost is not None:
         cost.save(options.save_cost)

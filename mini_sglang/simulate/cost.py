@@ -1,4 +1,4 @@
-"""What a replica's steps take: fitted to the step log of a real one, and kept as a small file of JSON.
+"""What a replica's steps take: fitted to a step log or to `bench latency`, and kept as a small file of JSON.
 
 The device's time is a sum of `StepCost`'s five parts and one for decodes that run beside prompts; the host's, which a
 step in flight hides, has three. Microseconds throughout. Knows step logs and settings, and no scheduler.
@@ -6,6 +6,7 @@ step in flight hides, has three. Microseconds throughout. Knows step logs and se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from mini_sglang.scheduling.step_cost import StepCost, Work
 from mini_sglang.simulate.settings import SETTINGS
 
 Array = np.ndarray[Any, Any]
-FEWEST_STEPS = 30  # that a fit needs
+FEWEST_STEPS = 30  # of a log that a fit needs
+FEWEST_POINTS = 3  # files of `bench latency` that one needs
 _LEAST_US = 1e-9  # of a part: StepCost wants none to be 0
 _MOST_OFF = 0.5  # of a step: more was something else's fault
 _ROUNDS = 4  # of weighting a fit's errors
@@ -120,13 +122,65 @@ def fit_cost(path: Path) -> Fit:
     for_device, for_host = np.column_stack([work, beside]), work[:, [0, 1, 3]]
     device_us, host_us = _fit(for_device, device), _fit(for_host, host)
     predicted = for_device @ device_us + for_host @ host_us
-    settings = {name: reader.header.config[name] for name in SETTINGS}
+    settings = _settings(path, reader.header.config)
     off = np.clip(device / (for_device @ device_us) - 1, -_MOST_OFF, _MOST_OFF)
     cost = ReplicaCost(
         settings, DeviceTimes(*device_us.tolist()), HostTimes(*host_us.tolist()), spread=float(off.std())
     )
     errors = np.abs(predicted / taken - 1)
     return Fit(cost, len(work), float(predicted.sum() / taken.sum()), float(np.median(errors)))
+
+
+class _Streams(msgspec.Struct):
+    """What `bench latency` writes, as far as it is read here."""
+
+    batch: int
+    input: int
+    output: int
+    first_token_ms: float
+    token_ms_median: float
+    config: dict[str, Any]
+
+
+def fit_latency(paths: Sequence[Path]) -> Fit:
+    """The times that give what several runs of `bench latency` have measured: prompts of streams that start together,
+    and their decodes. The host's time is in the device's.
+
+    Raises OSError, and ValueError for a file that is none of its, or fewer than three.
+    """
+    if len(paths) < FEWEST_POINTS:
+        raise ValueError(f"a fit needs {FEWEST_POINTS} files of bench latency, of different sizes; got {len(paths)}")
+    work, taken = [], []
+    for path in paths:
+        try:
+            streams = msgspec.json.decode(path.read_bytes(), type=_Streams)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path} is not what bench latency --json writes: {error}") from None
+        settings = _settings(path, streams.config)
+        budget = int(settings["max_prefill_tokens"])
+        steps = -(-((streams.batch - 1) // 2 + 1) * streams.input // budget)  # until the median stream's first token
+        tokens = min(streams.batch * streams.input, steps * budget)
+        work.append(Work(steps, 0, 0, tokens, tokens * (streams.input + 1) // 2))
+        context = streams.batch * (streams.input + streams.output // 2)
+        work.append(Work(1, streams.batch, context, 0, 0))
+        taken += [streams.first_token_ms * 1e3, streams.token_ms_median * 1e3]
+    parts, times = np.array(work, float), np.array(taken)
+    device_us = _fit(parts, times)
+    predicted = parts @ device_us
+    errors = np.abs(predicted / times - 1)
+    return Fit(
+        ReplicaCost(settings, DeviceTimes(*device_us.tolist())),
+        len(times),
+        float(predicted.sum() / times.sum()),
+        float(np.median(errors)),
+    )
+
+
+def _settings(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Those of an engine's settings that count. Raises ValueError if one is missing."""
+    if missing := [name for name in SETTINGS if name not in config]:
+        raise ValueError(f"{path} does not say what {missing[0]} was, so it is of another version")
+    return {name: config[name] for name in SETTINGS}
 
 
 class _LogReader:

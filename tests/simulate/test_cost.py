@@ -11,7 +11,7 @@ import pytest
 from mini_sglang.observability.step_log import Arrived, Chunk, Ended, Header, Step, StepLog
 from mini_sglang.outputs import FinishReason
 from mini_sglang.scheduling.step_cost import Work
-from mini_sglang.simulate.cost import DeviceTimes, HostTimes, ReplicaCost, fit_cost, load_cost
+from mini_sglang.simulate.cost import DeviceTimes, HostTimes, ReplicaCost, fit_cost, fit_latency, load_cost
 from tests.simulate.conftest import SETTINGS
 
 DEVICE = DeviceTimes(5000.0, 40.0, 0.5, 20.0, 0.01, 12.0)
@@ -103,6 +103,35 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
     with pytest.raises(ValueError, match="is not a step log"):
         fit_cost(tmp_path / "log")
+
+
+def test_the_times_that_streams_were_made_with_are_found(tmp_path: Path) -> None:
+    paths = []
+    for batch, length in ((1, 100), (1, 2000), (4, 500), (16, 100), (32, 1000)):
+        steps = -(-((batch - 1) // 2 + 1) * length // 4096)
+        tokens = min(batch * length, steps * 4096)
+        pairs = tokens * (length + 1) // 2
+        first = steps * DEVICE.step + tokens * DEVICE.token + pairs * DEVICE.pair
+        between = DEVICE.step + batch * DEVICE.decode + batch * (length + 50) * DEVICE.context
+        figures = {"batch": batch, "input": length, "output": 100, "first_token_ms": first / 1e3}
+        figures |= {"token_ms_median": between / 1e3, "config": {**SETTINGS, "max_prefill_tokens": 4096}}
+        paths.append(tmp_path / f"{batch}-{length}.json")
+        paths[-1].write_text(msgspec.json.encode(figures).decode())
+    fit = fit_latency(paths)
+    assert msgspec.structs.astuple(fit.cost.device_us)[:5] == pytest.approx(msgspec.structs.astuple(DEVICE)[:5])
+    assert fit.cost.settings["max_prefill_tokens"] == 4096
+
+
+def test_too_few_streams_and_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(ValueError, match="a fit needs 3 files"):
+        fit_latency([tmp_path / "file"])
+    with pytest.raises(ValueError, match="is not what bench latency --json writes"):
+        fit_latency([tmp_path / "file"] * 3)
+    old = {"batch": 1, "input": 1, "output": 1, "first_token_ms": 1, "token_ms_median": 1, "config": {"page_size": 1}}
+    (tmp_path / "file").write_bytes(msgspec.json.encode(old))
+    with pytest.raises(ValueError, match="does not say what num_pages was"):
+        fit_latency([tmp_path / "file"] * 3)
 
 
 def test_a_cost_is_the_same_once_saved_and_read(tmp_path: Path, cost: ReplicaCost) -> None:

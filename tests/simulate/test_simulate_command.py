@@ -137,7 +137,7 @@ def test_it_sends_what_bench_serving_sends(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--rate", "1"), "give either --step-log or --cost"),
+        (("--rate", "1"), "give one of --step-log, --latency and --cost"),
         (("t.jsonl", "--cost", "c", "--dataset", "random"), "TRACE is the data set"),
         (("--cost", "c", "--rate", "1", "--dataset", "sharegpt", "--dataset-path", "x"), "prompts of token ids"),
         (("--cost", "c"), "exactly one of --rate"),
