@@ -113,7 +113,7 @@ def test_the_times_that_streams_were_made_with_are_found(tmp_path: Path) -> None
         pairs = tokens * (length + 1) // 2
         first = steps * DEVICE.step + tokens * DEVICE.token + pairs * DEVICE.pair
         between = DEVICE.step + batch * DEVICE.decode + batch * (length + 50) * DEVICE.context
-        figures = {"batch": batch, "input": length, "output": 100, "first_token_ms": first / 1e3}
+        figures: dict[str, object] = {"batch": batch, "input": length, "output": 100, "first_token_ms": first / 1e3}
         figures |= {"token_ms_median": between / 1e3, "config": {**SETTINGS, "max_prefill_tokens": 4096}}
         paths.append(tmp_path / f"{batch}-{length}.json")
         paths[-1].write_text(msgspec.json.encode(figures).decode())
