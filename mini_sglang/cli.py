@@ -1,6 +1,6 @@
-"""The command line: `mini-sglang serve | chat | generate | bench | learn | verify | pull`.
+"""The command line: `mini-sglang serve | chat | generate | bench | simulate | learn | verify | pull`.
 
-Options of the engine and the server are made from the fields of their dataclasses; `bench` and `learn` add their own.
+Options of the engine and the server are made from the fields of their dataclasses; other commands add their own.
 What a command does is imported when it runs: `--help` loads no torch.
 """
 
@@ -22,6 +22,7 @@ from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.learn.cli import add_learn
 from mini_sglang.options import FAILED, USER_ERROR, Parser, add_command, add_fields, engine_config, from_options
 from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.simulate.cli import add_simulate
 
 INTERRUPTED = 130
 _HUSHED = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -153,6 +154,7 @@ def _build_parser() -> Parser:
     add_fields(command, EngineConfig, "engine", leave_out={"seed"})
 
     add_bench(commands)
+    add_simulate(commands)
     add_learn(commands)
 
     command = add_command(commands, "verify", "compare greedy output with transformers, token for token", verify)

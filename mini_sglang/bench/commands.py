@@ -68,7 +68,8 @@ def bench_latency(config: EngineConfig, workload: Workload, output: Output, *, r
     streams = measure_latency(engine, workload, runs=runs)
     traffic, ceilings = workload.traffic(engine), _release(engine, output)
     best = max(streams, key=lambda run: run.tokens_per_second)
-    figures = {**vars(best), "runs": streams, **_setting(engine.config, traffic, ceilings, best.seconds)}
+    sizes = {"batch": len(workload.prompts), "input": len(workload.prompts[0]), "output": workload.output_lengths[0]}
+    figures = {**sizes, **vars(best), "runs": streams, **_setting(engine.config, traffic, ceilings, best.seconds)}
     show(report.latency_tables(streams, traffic, ceilings), figures, output.json_path)
 
 

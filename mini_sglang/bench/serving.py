@@ -10,26 +10,25 @@ import contextlib
 import dataclasses
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from rich.progress import TimeElapsedColumn
 
 from mini_sglang.bench.apis import APIS, Sampling
 from mini_sglang.bench.datasets import Requests, open_dataset
 from mini_sglang.bench.http_client import NOT_CONNECTED, Exchange, HttpClient
-from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress, arrival_times
+from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress
 from mini_sglang.bench.output import load_pyplot, progress_bar, show
 from mini_sglang.bench.queue_time import QueueTimes
-from mini_sglang.bench.rate_search import HighestRate, next_rate
 from mini_sglang.bench.serving_config import ServingConfig
 from mini_sglang.bench.serving_figures import Figures, figures_of, medians
 from mini_sglang.bench.serving_report import plot_rates, serving_report
+from mini_sglang.bench.sweep import OTHER_DATA, highest_rate, send_times, sweep
 
 _REFRESH_S = 1.0  # between two drawings of the progress bar, which take time from the generator
-_OTHER_DATA = 1 << 20  # added to a run's seed for its warm-up
 
 
 def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_path: Path | None = None) -> bool:
@@ -43,7 +42,7 @@ def bench_serving(config: ServingConfig, *, json_path: Path | None = None, plot_
         load_pyplot()
     runs = asyncio.run(measure(config, open_dataset(config)))
     results = [medians(of_rate) for of_rate in runs]
-    highest = None if config.good is None else HighestRate.of(_shares(results), config.good)
+    highest = highest_rate(config, results)
     public = dataclasses.replace(config, api_key=None, header=())  # these may be secret
     figures = {"config": public, "highest_rate": highest, "results": results, "runs": runs}
     show(serving_report(config, results, highest), figures, json_path)
@@ -61,32 +60,7 @@ async def measure(config: ServingConfig, requests: Requests) -> list[list[Figure
     async with HttpClient(config.url, config.headers(), timeout_s=config.timeout) as client:
         model = await _model(config, client)
         sampling = Sampling(model, config.temperature, config.ignore_eos, config.extra_fields())
-        runs: list[list[Figures]] = []
-
-        async def measure_at(rate: float | None) -> None:
-            runs.append([])
-            for repeat in range(config.repeats):
-                seed = config.seed + sum(map(len, runs))  # so that no run finds the prompts of another in a cache
-                times = config.seed + repeat  # but at every rate they come in the same rhythm
-                runs[-1].append(await _measure_once(config, client, sampling, requests, rate, seed, times))
-
-        for rate in config.rates:
-            await measure_at(rate)
-        while config.good is not None and (rate := _rate_to_try(config, config.good, runs)) is not None:
-            await measure_at(rate)
-        return runs if config.good is None else sorted(runs, key=lambda of_rate: of_rate[0].rate or 0.0)
-
-
-def _rate_to_try(config: ServingConfig, good: float, runs: Sequence[Sequence[Figures]]) -> float | None:
-    """Where the search goes on; None where it ends, as with a server that answers nothing at all."""
-    if runs and not any(run.num_completed for run in runs[-1]):
-        return None
-    return next_rate(_shares([medians(of_rate) for of_rate in runs]), good, listed=bool(config.rates))
-
-
-def _shares(results: Sequence[Figures]) -> dict[float, float]:
-    """The share of good requests by rate."""
-    return {result.rate or 0.0: result.good_share or 0.0 for result in results}
+        return await sweep(config, partial(_measure_once, config, client, sampling, requests))
 
 
 async def _measure_once(
@@ -102,7 +76,7 @@ async def _measure_once(
     if config.flush_cache:
         _check(await client.post("/flush_cache", b"{}"), "POST /flush_cache")
     if config.warmup:
-        await _load(config, client, sampling, requests(seed + _OTHER_DATA)[: config.warmup], concurrency=config.warmup)
+        await _load(config, client, sampling, requests(seed + OTHER_DATA)[: config.warmup], concurrency=config.warmup)
     before = await _queue_times(client)
     sent = requests(seed)[: config.num_requests_at(rate)]
     load = await _load(config, client, sampling, sent, concurrency=config.concurrency, rate=rate, seed=times)
@@ -127,13 +101,7 @@ async def _load(
         generator = LoadGenerator(client, APIS[config.api], sampling, requests, on_progress)
         if concurrency is not None:
             return await generator.at_concurrency(concurrency)
-        if rate is None:
-            times = [(request.timestamp or 0.0) / config.speed for request in requests]
-            return await generator.at_times(times, in_turn=True)
-        rng = np.random.default_rng((seed, _OTHER_DATA))
-        return await generator.at_times(
-            arrival_times(len(requests), rate, config.arrival, rng, config.burstiness).tolist()
-        )
+        return await generator.at_times(send_times(config, requests, rate, seed), in_turn=rate is None)
 
 
 async def _queue_times(client: HttpClient) -> QueueTimes | None:

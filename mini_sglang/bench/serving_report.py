@@ -42,15 +42,15 @@ def serving_report(
 
 
 def _side_by_side(results: Sequence[Figures]) -> list[Table | str]:
-    return ["\nLatencies in ms:", _rates_table(results)]
+    return ["\nLatencies in ms:", rates_table(results)]
 
 
 def _details(config: ServingConfig, results: Sequence[Figures]) -> list[Table | str]:
     runs = f", medians of {config.repeats} runs" if config.repeats > 1 else ""
     parts: list[Table | str] = []
     for result in results:
-        title = f"\n{config.api} at {config.url}: {_load_of(config, result)}{runs}"
-        parts += [title, _table_of(result), *_lines_of(result)]
+        title = f"\n{config.api} at {config.url}: {load_of(config, result)}{runs}"
+        parts += [title, figures_table(result), *throughput_lines(result), _generator_line(result)]
     return parts
 
 
@@ -84,7 +84,8 @@ def _asked(highest: HighestRate) -> str:
     return f"{highest.good * 100:g} %"
 
 
-def _table_of(figures: Figures) -> Table:
+def figures_table(figures: Figures) -> Table:
+    """Latencies and lengths of one run."""
     made = table("", "", *_PARTS)
     for title, name in _ROWS.items():
         distribution: Distribution | None = getattr(figures, name)
@@ -92,7 +93,8 @@ def _table_of(figures: Figures) -> Table:
     return made
 
 
-def _load_of(config: ServingConfig, figures: Figures) -> str:
+def load_of(config: ServingConfig, figures: Figures) -> str:
+    """How requests came, in words."""
     if config.concurrency is not None:
         return f"{config.concurrency} under way"
     if figures.rate is None:
@@ -100,23 +102,30 @@ def _load_of(config: ServingConfig, figures: Figures) -> str:
     return f"{figures.rate:g} requests/s, {config.arrival}"
 
 
-def _lines_of(figures: Figures) -> list[str]:
-    """Throughput, errors, and what the generator took."""
+def throughput_lines(figures: Figures) -> list[str]:
+    """Throughput and errors."""
     cached = "" if figures.cached_share is None else f" ({figures.cached_share:.1%} cached)"
     goodput = "" if figures.goodput is None else f", {figures.goodput:,.2f} within the SLO (goodput)"
     good = "" if figures.good_share is None else f", {figures.good_share:.1%} good"
-    late = 0.0 if figures.late_ms is None else figures.late_ms.max
     return [
         f"{figures.num_completed:g} of {figures.num_requests:g} requests in {figures.seconds:.2f} s{good}",
         f"requests/s: {figures.requests_per_second:,.2f}{goodput}",
         f"tokens/s: {figures.input_tokens_per_second:,.1f} in{cached}, {figures.output_tokens_per_second:,.1f} out",
         *(f"{count:g} failed: {kind} {figures.details.get(kind, '')[:200]}" for kind, count in figures.errors.items()),
-        f"generator: {figures.cpu_us_per_request:.0f} µs of CPU a request, {figures.cpu_share:.1%} of a core, "
-        f"sent at most {late:.1f} ms late",
     ]
 
 
-def _rates_table(results: Sequence[Figures]) -> Table:
+def _generator_line(figures: Figures) -> str:
+    """What the generator took."""
+    late = 0.0 if figures.late_ms is None else figures.late_ms.max
+    return (
+        f"generator: {figures.cpu_us_per_request:.0f} µs of CPU a request, {figures.cpu_share:.1%} of a core, "
+        f"sent at most {late:.1f} ms late"
+    )
+
+
+def rates_table(results: Sequence[Figures]) -> Table:
+    """Several rates side by side."""
     columns = ("sent/s", "done/s", "good/s", "good %", "TTFT p50", "p99", "ITL p50", "p99", "tokens /s", "errors")
     made = table("", *columns, names=False)
     made.pad_edge, made.collapse_padding = False, True  # fits 80 characters
@@ -153,8 +162,8 @@ def plot_rates(path: Path, results: Sequence[Figures], highest: HighestRate | No
     figure, axes = pyplot.subplot_mosaic(rows, figsize=(11, 3.75 * len(rows)), sharex=True, layout="constrained")
     if "good" in axes:
         _plot_good(axes["good"], rates, [result.good_share for result in results], highest)
-    _plot_percentiles(axes["ttft"], "time to first token, ms", rates, [result.ttft_ms for result in results])
-    _plot_percentiles(axes["itl"], "inter-token latency, ms", rates, [result.itl_ms for result in results])
+    plot_percentiles(axes["ttft"], "time to first token, ms", rates, [result.ttft_ms for result in results])
+    plot_percentiles(axes["itl"], "inter-token latency, ms", rates, [result.itl_ms for result in results])
     tokens, requests = axes["tokens"], axes["requests"]
     tokens.plot(rates, [result.input_tokens_per_second for result in results], marker="o", label="input")
     tokens.plot(rates, [result.output_tokens_per_second for result in results], marker="o", label="output")
@@ -185,7 +194,7 @@ def _plot_good(axis: Any, rates: Sequence[Any], shares: Sequence[float | None], 
         axis.axvline(highest.rate, color="tab:green", label=f"{highest.rate:g} requests/s")
 
 
-def _plot_percentiles(axis: Any, title: str, rates: Sequence[Any], latencies: Sequence[Distribution | None]) -> None:
+def plot_percentiles(axis: Any, title: str, rates: Sequence[Any], latencies: Sequence[Distribution | None]) -> None:
     """On a logarithmic scale where overload takes latencies to another order, else from 0."""
     spread: list[float] = []
     for part in ("p99", "p90", "p50"):

@@ -54,6 +54,7 @@ def test_latency_measures_the_ceilings_where_none_are_given(
     figures = json.loads(out.read_text())
     assert figures["config"]["context_length"] == 10
     assert figures["first_token_ms"] > 0
+    assert (figures["batch"], figures["input"], figures["output"]) == (1, 6, 4)
     assert figures["ceilings"]["bytes_per_second"] > 1e8
 
 

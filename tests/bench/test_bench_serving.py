@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.bench import serving
+from mini_sglang.bench import sweep
 from mini_sglang.bench.datasets import open_dataset
 from mini_sglang.bench.load_generator import arrival_times
 from mini_sglang.bench.serving_config import ServingConfig
@@ -140,7 +140,7 @@ def test_requests_come_in_the_same_rhythm_at_every_rate(
         times.append(arrival_times(*arguments))
         return times[-1]
 
-    monkeypatch.setattr(serving, "arrival_times", kept)
+    monkeypatch.setattr(sweep, "arrival_times", kept)
     options = ["--sweep", "100,200", "--repeats", "2"]
     assert main(["bench", "serving", "--url", scripted_server(ttft_ms=5), *SMALL, *options]) == 0
     assert [list(slow) for slow in times[:2]] == [pytest.approx(2 * fast) for fast in times[2:]]
