@@ -1,4 +1,4 @@
-"""The command line: `mini-sglang serve | chat | generate | bench | simulate | learn | verify | pull`.
+"""The command line: `mini-sglang serve | deploy | chat | generate | bench | simulate | learn | verify | pull`.
 
 Options of the engine and the server are made from the fields of their dataclasses; other commands add their own.
 What a command does is imported when it runs: `--help` loads no torch.
@@ -19,6 +19,7 @@ from typing import Any
 import mini_sglang
 from mini_sglang.bench.cli import add_bench
 from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.deploy import add_deploy
 from mini_sglang.learn.cli import add_learn
 from mini_sglang.options import FAILED, USER_ERROR, Parser, add_command, add_fields, engine_config, from_options
 from mini_sglang.sampling_params import SamplingParams
@@ -141,6 +142,8 @@ def _build_parser() -> Parser:
     command = add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API and others", serve)
     add_fields(command, EngineConfig, "engine")
     add_fields(command, ServerConfig, "server")
+
+    add_deploy(commands)
 
     command = add_command(commands, "chat", "talk to a model in the terminal", chat)
     command.add_argument("--system", metavar="TEXT", help="system message of the conversation")

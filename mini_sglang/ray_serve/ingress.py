@@ -1,0 +1,140 @@
+"""What a request meets first behind Ray's HTTP proxy: it reads the body, has a replica answer, and passes that on.
+
+replica lost before it answered ──▶ 503     while a stream ran ──▶ an error as the stream's last event
+replica about to leave          ──▶ the request goes to another one
+client gone                     ──▶ the call is cancelled, and so is the request in its engine
+
+It looks into no body but through the router, which chooses the replica, and holds no state of a conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mini_sglang.ray_serve.in_process import HttpRequest, read_request
+from mini_sglang.ray_serve.replica import ReplicaLeavingError
+from mini_sglang.server.answering import event, named_event
+from mini_sglang.server.errors import ApiError, error_response
+
+ELSEWHERE_S = 10.0  # for which another replica is looked for, when the chosen ones are leaving
+AGAIN_S = 0.05
+
+
+class Ingress:
+    """Ray makes it, in a process of its own, and asks it for the ASGI app that runs there."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._app = PassingOn(replicas, max_body_bytes)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
+
+
+class PassingOn:
+    """An ASGI app that passes requests on to the replicas."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._replicas = replicas.options(stream=True)
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            request = await read_request(scope, receive, self._max_body_bytes)
+            if request is not None:
+                await self._pass_on(request, scope, receive, send)
+
+    async def _pass_on(self, request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = asyncio.get_running_loop().time() + ELSEWHERE_S
+        answer = _Answer(request.path, send)
+        try:
+            while True:
+                try:
+                    await self._stream(request, receive, answer)
+                    return
+                except ReplicaLeavingError:
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise
+                    await asyncio.sleep(AGAIN_S)
+        except (RayActorError, ReplicaLeavingError):
+            message = "the replica that had this request was lost; send it again"
+            await answer.fail(ApiError(503, message, code="replica_lost"), scope, receive)
+        except RayTaskError as error:
+            await answer.fail(ApiError(500, f"internal error: {type(error.cause).__name__}"), scope, receive)
+
+    async def _stream(self, request: HttpRequest, receive: Receive, answer: _Answer) -> None:
+        """Send what a replica answers; if the client leaves, no more."""
+        batches: Any = self._replicas.answer.remote(request)
+        gone = asyncio.create_task(_until_disconnect(receive))
+        gone.add_done_callback(lambda _: batches.cancel())
+        try:
+            async for batch in batches:
+                for message in batch:
+                    await answer.send(message)
+        except Exception:
+            if not gone.done():
+                raise
+        finally:
+            gone.cancel()
+            batches.cancel()
+
+
+class _Answer:
+    """What a client has got of an answer so far."""
+
+    def __init__(self, path: str, send: Send) -> None:
+        self._path = path
+        self._send = send
+        self._start: Message | None = None
+        self._is_complete = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            # Ray's proxy adds the request's id itself
+            headers = [header for header in message["headers"] if header[0] != b"x-request-id"]
+            self._start = message = {**message, "headers": headers}
+        elif not message.get("more_body", False):
+            self._is_complete = True
+        await self._send(message)
+
+    async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+        """Tell the client of the error, in the form that fits what it has got. Raises the error if there is none."""
+        if self._is_complete:
+            return
+        if self._start is None:
+            await error_response(error)(scope, receive, self._send)
+            return
+        if not dict(self._start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream"):
+            raise error  # half of a JSON object: the connection breaks, so that nobody takes it for a whole
+        await self._send({"type": "http.response.body", "body": _last_event(self._path, error), "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _last_event(path: str, error: ApiError) -> bytes:
+    """The event that ends a stream, as clients of the path's API read it."""
+    body = error.body()["error"]
+    if path.endswith("/messages"):
+        return named_event({"type": "error", "error": {"type": "api_error", "message": error.message}})
+    if path.endswith("/responses"):
+        return named_event({"type": "error", "code": error.code, "message": error.message, "param": None})
+    return event({"error": body})
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """What ASGI servers ask when they start and stop."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
