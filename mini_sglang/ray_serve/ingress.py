@@ -2,6 +2,7 @@
 
 replica lost before it answered ──▶ 503     while a stream ran ──▶ an error as the stream's last event
 replica about to leave          ──▶ the request goes to another one
+a scrape, an emptied cache      ──▶ all replicas are asked
 client gone                     ──▶ the call is cancelled, and so is the request in its engine
 
 It looks into no body but through the router, which chooses the replica, and holds no state of a conversation.
@@ -13,9 +14,12 @@ import asyncio
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mini_sglang.ray_serve.combined import TO_ALL, WholeAnswer, combine
 from mini_sglang.ray_serve.in_process import HttpRequest, read_request
 from mini_sglang.ray_serve.replica import ReplicaLeavingError
 from mini_sglang.server.answering import event, named_event
@@ -39,7 +43,8 @@ class PassingOn:
     """An ASGI app that passes requests on to the replicas."""
 
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
-        self._replicas = replicas.options(stream=True)
+        self._replicas = replicas
+        self._streams = replicas.options(stream=True)
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,8 +52,23 @@ class PassingOn:
             await _live(receive, send)
         elif scope["type"] == "http":
             request = await read_request(scope, receive, self._max_body_bytes)
-            if request is not None:
+            if request is None:
+                return
+            if (request.method, request.path) in TO_ALL:
+                await (await self._ask_all(request))(scope, receive, send)
+            else:
                 await self._pass_on(request, scope, receive, send)
+
+    async def _ask_all(self, request: HttpRequest) -> Response:
+        """What all replicas that are alive answer, as one."""
+        try:
+            answers = await self._replicas.broadcast("answer_whole", request).results_async(return_exceptions=True)
+        except DeploymentUnavailableError:
+            answers = []
+        whole = [answer for answer in answers if isinstance(answer, WholeAnswer)]  # not of those that died meanwhile
+        if not whole:
+            return error_response(ApiError(503, "no replica is alive", code="replica_lost"))
+        return combine(request.path, whole)
 
     async def _pass_on(self, request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = asyncio.get_running_loop().time() + ELSEWHERE_S
@@ -70,7 +90,7 @@ class PassingOn:
 
     async def _stream(self, request: HttpRequest, receive: Receive, answer: _Answer) -> None:
         """Send what a replica answers; if the client leaves, no more."""
-        batches: Any = self._replicas.answer.remote(request)
+        batches: Any = self._streams.answer.remote(request)
         gone = asyncio.create_task(_until_disconnect(receive))
         gone.add_done_callback(lambda _: batches.cancel())
         try:

@@ -20,6 +20,7 @@ from starlette.types import Message
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.ray_serve import in_process
+from mini_sglang.ray_serve.combined import WholeAnswer
 from mini_sglang.ray_serve.in_process import HttpRequest
 from mini_sglang.server.app import create_app
 
@@ -59,6 +60,19 @@ class EngineReplica:
                     yield batch
         finally:
             self._num_running -= 1
+
+    async def answer_whole(self, request: HttpRequest) -> WholeAnswer | None:
+        """The answer to one of the requests that all replicas get; None if the engine is dead."""
+        status, headers, body = 0, {}, b""
+        try:
+            async for batch in self.answer(request):
+                for message in batch:
+                    if message["type"] == "http.response.start":
+                        status, headers = message["status"], dict(message["headers"])
+                    body += message.get("body", b"")
+        except ReplicaLeavingError:
+            return None
+        return WholeAnswer(self._name, status, headers.get(b"content-type", b"").decode("latin-1"), body)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError or TimeoutError if the engine does not answer: Ray then replaces the replica."""
