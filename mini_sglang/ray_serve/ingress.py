@@ -1,7 +1,9 @@
 """What a request meets first behind Ray's HTTP proxy: it reads the body, has a replica answer, and passes that on.
 
-replica lost before it answered ──▶ 503     while a stream ran ──▶ an error as the stream's last event
+replica lost before it answered ──▶ 503, but a request that has only just been sent goes to another one
+replica lost while it streams   ──▶ an error as the stream's last event
 replica about to leave          ──▶ the request goes to another one
+POST /drain                     ──▶ 404: Ray drains replicas, and this one address is all of them
 a scrape, an emptied cache      ──▶ all replicas are asked
 client gone                     ──▶ the call is cancelled, and so is the request in its engine
 
@@ -21,12 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_sglang.ray_serve.combined import TO_ALL, WholeAnswer, combine
 from mini_sglang.ray_serve.in_process import HttpRequest, read_request
-from mini_sglang.ray_serve.replica import ReplicaLeavingError
+from mini_sglang.ray_serve.replica import ReplicaLeavingError, RequestLostError
 from mini_sglang.server.answering import event, named_event
 from mini_sglang.server.errors import ApiError, error_response
 
 ELSEWHERE_S = 10.0  # for which another replica is looked for, when the chosen ones are leaving
 AGAIN_S = 0.05
+RESENT_S = 1.0  # a request that was lost sooner after it was sent, with nothing answered, is sent once more
 
 
 class Ingress:
@@ -54,7 +57,10 @@ class PassingOn:
             request = await read_request(scope, receive, self._max_body_bytes)
             if request is None:
                 return
-            if (request.method, request.path) in TO_ALL:
+            if request.path == "/drain":
+                message = "Ray drains replicas when it replaces them; this address has no route /drain"
+                await error_response(ApiError(404, message))(scope, receive, send)
+            elif (request.method, request.path) in TO_ALL:
                 await (await self._ask_all(request))(scope, receive, send)
             else:
                 await self._pass_on(request, scope, receive, send)
@@ -71,18 +77,26 @@ class PassingOn:
         return combine(request.path, whole)
 
     async def _pass_on(self, request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = asyncio.get_running_loop().time() + ELSEWHERE_S
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + ELSEWHERE_S
         answer = _Answer(request.path, send)
+        is_resent = False
         try:
             while True:
+                sent = clock()
                 try:
                     await self._stream(request, receive, answer)
                     return
                 except ReplicaLeavingError:
-                    if asyncio.get_running_loop().time() > deadline:
+                    if clock() > deadline:
                         raise
-                    await asyncio.sleep(AGAIN_S)
-        except (RayActorError, ReplicaLeavingError):
+                except (RayActorError, RequestLostError):
+                    # once, and only what met a replica at its end, not what may have been the reason for it
+                    if answer.has_begun or is_resent or clock() > sent + RESENT_S:
+                        raise
+                    is_resent = True
+                await asyncio.sleep(AGAIN_S)
+        except (RayActorError, ReplicaLeavingError, RequestLostError):
             message = "the replica that had this request was lost; send it again"
             await answer.fail(ApiError(503, message, code="replica_lost"), scope, receive)
         except RayTaskError as error:
@@ -122,6 +136,10 @@ class _Answer:
         elif not message.get("more_body", False):
             self._is_complete = True
         await self._send(message)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._start is not None
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """Tell the client of the error, in the form that fits what it has got. Raises the error if there is none."""

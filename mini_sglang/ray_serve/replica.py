@@ -27,12 +27,17 @@ from mini_sglang.server.app import create_app
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0  # for the errors of a dead engine's requests to be sent
+NOTICING_S = 0.05  # that it takes to notice an engine's death after its requests have
 SENDING_S = 0.2  # that what has been yielded takes to leave this process
 REPLICA_HEADER = b"x-replica"  # of every answer: which replica it is from
 
 
 class ReplicaLeavingError(Exception):
     """The replica's engine is dead. The request has not been looked at: another replica can answer it."""
+
+
+class RequestLostError(Exception):
+    """The replica's engine died with the request, of which nothing had been answered."""
 
 
 class EngineReplica:
@@ -47,7 +52,7 @@ class EngineReplica:
         self._watch = asyncio.create_task(self._leave_after_engine())
 
     async def answer(self, request: HttpRequest) -> AsyncGenerator[list[Message], None]:
-        """Yield the ASGI messages of the answer. Raises ReplicaLeavingError before the first."""
+        """Yield the ASGI messages of the answer. Raises ReplicaLeavingError or RequestLostError before the first."""
         if self._is_leaving:
             raise ReplicaLeavingError(self._name)
         self._num_running += 1
@@ -56,6 +61,8 @@ class EngineReplica:
                 async for batch in batches:
                     for message in batch:
                         if message["type"] == "http.response.start":
+                            if message["status"] == 503 and await self._is_engine_dead():
+                                raise RequestLostError(self._name)
                             message["headers"] = [*message["headers"], (REPLICA_HEADER, self._name.encode())]
                     yield batch
         finally:
@@ -70,7 +77,7 @@ class EngineReplica:
                     if message["type"] == "http.response.start":
                         status, headers = message["status"], dict(message["headers"])
                     body += message.get("body", b"")
-        except ReplicaLeavingError:
+        except (ReplicaLeavingError, RequestLostError):
             return None
         return WholeAnswer(self._name, status, headers.get(b"content-type", b"").decode("latin-1"), body)
 
@@ -82,6 +89,13 @@ class EngineReplica:
         """Ray calls it when the replica has answered what it had, and shall end."""
         self._watch.cancel()
         await self._engine.close()
+
+    async def _is_engine_dead(self) -> bool:
+        try:
+            await asyncio.wait_for(self._engine.wait_dead(), NOTICING_S)
+        except TimeoutError:
+            return False
+        return True
 
     async def _leave_after_engine(self) -> None:
         error = await self._engine.wait_dead()
