@@ -83,7 +83,7 @@ def build_app(args: dict[str, Any]) -> Application:
 
     `args`: the options of `mini-sglang deploy`, with underscores, that are not of the address. Raises ValueError.
     """
-    parser = _Arguments(prog="build_app")
+    parser = _Arguments(prog="build_app", allow_abbrev=False)
     add_fields(parser, DeployConfig, "replicas")
     add_fields(parser, EngineConfig, "engine", leave_out=_ENGINE_LEFT_OUT)
     add_fields(parser, ServerConfig, "server", leave_out=_SERVER_LEFT_OUT)

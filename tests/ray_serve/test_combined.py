@@ -1,0 +1,47 @@
+"""Answers of several replicas as one."""
+
+from __future__ import annotations
+
+import json
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from mini_sglang.ray_serve.combined import WholeAnswer, combine, merge_metrics
+from mini_sglang.server.metrics import ServerMetrics
+
+
+def answer(replica: str, body: bytes, status: int = 200) -> WholeAnswer:
+    return WholeAnswer(replica, status, "application/json", body)
+
+
+def test_every_sample_has_its_replica_and_every_family_is_said_once() -> None:
+    text = generate_latest(ServerMetrics("model").registry).decode()
+    merged = merge_metrics({"one": text, "two": text})
+    before = {(sample.name, tuple(sample.labels.items()), sample.value) for sample in samples(text)}
+    for replica in ("one", "two"):
+        mine = [sample for sample in samples(merged) if sample.labels["replica"] == replica]
+        without = {
+            (sample.name, tuple((k, v) for k, v in sample.labels.items() if k != "replica"), sample.value)
+            for sample in mine
+        }
+        assert without == before
+    types = [line for line in merged.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)) == sum(line.startswith("# TYPE") for line in text.splitlines())
+
+
+def samples(text: str) -> list[Sample]:
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def test_counts_are_added_up() -> None:
+    response = combine("/flush_cache", [answer("one", b'{"flushed_pages":2}'), answer("two", b'{"flushed_pages":3}')])
+    assert response.status_code == 200
+    assert json.loads(bytes(response.body)) == {"flushed_pages": 5}
+
+
+def test_an_error_of_one_is_the_answer() -> None:
+    response = combine("/flush_cache", [answer("one", b'{"flushed_pages":2}'), answer("two", b'{"error":{}}', 503)])
+    assert response.status_code == 503
+    assert bytes(response.body) == b'{"error":{}}'
