@@ -41,7 +41,7 @@ test: setup
 test-clients: $(CLIENTS)/.ready
 	NODE_PATH=$(CURDIR)/$(CLIENTS)/node_modules $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
-# Several servers behind a router. Takes minutes.
+# Several servers behind a router or Ray Serve. Takes minutes.
 test-fleet: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest -s tests/fleet $(ARGS)
 
@@ -50,7 +50,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt
 	$(if $(TORCH),$(CLIENTS)/bin/python -m pip install --quiet $(TORCH))
 	grep -v '^python-dateutil==' constraints.txt > $(CLIENTS)/constraints.txt  # boto3, which litellm needs, wants an older one
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt \
-		--config-settings editable_mode=compat --editable '.[dev,clients]'
+		--config-settings editable_mode=compat --editable '.[dev,clients,ray]'
 	$(if $(shell command -v npm 2>/dev/null),npm install --silent --prefix $(CLIENTS) openai@6 @anthropic-ai/sdk)
 	@touch $@
 

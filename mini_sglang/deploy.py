@@ -26,7 +26,10 @@ OBJECT_STORE_BYTES = 100 << 20  # of a Ray that is started here: messages are sm
 NUM_REQUESTS = 64  # to aim at, where max_running_requests is not given
 
 # Options that are of one process, or of the HTTP server that is Ray's here.
-_ENGINE_LEFT_OUT = {"nnodes", "node_rank", "dist_init_addr", "step_log", "profile_dir"}
+_ENGINE_LEFT_OUT = {
+    "nnodes", "node_rank", "dist_init_addr", "step_log", "profile_dir",
+    "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "kv_events_buffer_steps",
+}  # fmt: skip
 _HTTP = {"host", "port", "ssl_certfile", "ssl_keyfile"}
 _SERVER_LEFT_OUT = {*_HTTP, "head_timeout_s", "body_timeout_s", "idle_timeout_s", "shutdown_timeout_s"}
 

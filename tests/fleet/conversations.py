@@ -28,8 +28,10 @@ class Saved:
         return self.prompt - self.cached
 
 
-def run(url: str, servers: Sequence[RunningServer], *, at_once: int = 4) -> Saved:
+def run(url: str, servers: Sequence[RunningServer], *, at_once: int = 4, rotated: bool = False) -> Saved:
     """Hold all conversations at `url`, `at_once` requests at a time, turn by turn.
+
+    With `rotated` who is first in a turn is last in the next one: else round robin would keep a conversation in place.
 
     Raises httpx.HTTPStatusError where a request fails.
     """
@@ -38,6 +40,8 @@ def run(url: str, servers: Sequence[RunningServer], *, at_once: int = 4) -> Save
     usages: list[dict[str, Any]] = []
     with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(at_once) as threads:
         for turn in range(TURNS):
+            if rotated:
+                conversations.append(conversations.pop(0))
             usages += threads.map(lambda messages, turn=turn: _take_turn(client, messages, turn), conversations)
     ended = (_ended(server) - count for server, count in zip(servers, before, strict=True))
     cached = sum((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) for usage in usages)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from mini_sglang.ray_serve.combined import WholeAnswer, combine, merge_metrics
-from mini_sglang.server.metrics import ServerMetrics
 
 
 def answer(replica: str, body: bytes, status: int = 200) -> WholeAnswer:
@@ -17,7 +16,12 @@ def answer(replica: str, body: bytes, status: int = 200) -> WholeAnswer:
 
 
 def test_every_sample_has_its_replica_and_every_family_is_said_once() -> None:
-    text = generate_latest(ServerMetrics("model").registry).decode()
+    registry = CollectorRegistry()
+    counter = Counter("fleet:requests", "Requests", ["model", "reason"], registry=registry)
+    counter.labels('a "quoted", name', "stop").inc(3)
+    Gauge("fleet:running", "Without a label", registry=registry).set(2)
+    Histogram("fleet:seconds", "With buckets", ["model"], registry=registry).labels("m").observe(0.3)
+    text = generate_latest(registry).decode()
     merged = merge_metrics({"one": text, "two": text})
     before = {(sample.name, tuple(sample.labels.items()), sample.value) for sample in samples(text)}
     for replica in ("one", "two"):
