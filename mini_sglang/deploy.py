@@ -10,12 +10,13 @@ import argparse
 import dataclasses
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from mini_sglang.config import EngineConfig, ServerConfig
-from mini_sglang.options import Commands, Parser, add_command, add_fields, engine_config, from_options
+from mini_sglang.options import FAILED, Commands, Parser, add_command, add_fields, engine_config, from_options
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -201,7 +202,11 @@ def _deploy(options: argparse.Namespace) -> int:
             "ssl_keyfile": server.ssl_keyfile,
         }
     )
-    serve.run(application(config, engine, server), name=APP_NAME)
+    try:
+        serve.run(application(config, engine, server), name=APP_NAME)
+    except RuntimeError as error:  # no replica has started, and Ray has logged why
+        print(f"mini-sglang: error: {error}", file=sys.stderr)
+        return FAILED
     scheme = "http" if server.ssl_certfile is None else "https"
     print(f"Serving {engine.model} at {scheme}://{server.host}:{server.port}", flush=True)
     if options.ray_address is None:
