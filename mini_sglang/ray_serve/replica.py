@@ -87,8 +87,9 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Ray calls it when the replica has answered what it had, and shall end."""
-        self._watch.cancel()
-        await self._engine.close()
+        if hasattr(self, "_watch"):  # else its engine has not started
+            self._watch.cancel()
+            await self._engine.close()
 
     async def _is_engine_dead(self) -> bool:
         try:
