@@ -20,6 +20,7 @@ from tests.feature_matrix.requests import differences
 from tests.feature_matrix.stage import Stage
 
 RUN = sorted((cell for cell in CELLS if cell.reason is None), key=lambda cell: (repr(cell.model), repr(cell.settings)))
+MEETINGS = 5  # runs of a cell with a grammar until its features were seen at work together
 REPRODUCIBLE = [cell for cell in RUN if all(one.is_reproducible or one.way == "engine" for one in cell.features)]
 
 
@@ -41,6 +42,17 @@ def stage(tmp_path_factory: pytest.TempPathFactory, plain: PlainRuns) -> Iterato
 
 @pytest.mark.parametrize("cell", RUN, ids=str)
 def test_cell(cell: Cell, stage: Stage, plain: PlainRuns) -> None:
+    """Answers are right in every run. Which requests meet may depend on the threads that compile grammars."""
+    for _ in range(MEETINGS):
+        seen = _run(cell, stage, plain)
+        idle = [feature.name for feature in cell.features if not feature.evidence(seen)]
+        if not idle or not seen.params.is_constrained:
+            break
+    assert not idle, "nothing shows that these were at work"
+
+
+def _run(cell: Cell, stage: Stage, plain: PlainRuns) -> Seen:
+    """What is seen of a run. Raises AssertionError if an answer differs from the plain run's."""
     work = Work(cell, plain)
     assert len(work.prompt) == PROMPT_LENGTH
     outcome = stage.run(cell, work)
@@ -49,7 +61,7 @@ def test_cell(cell: Cell, stage: Stage, plain: PlainRuns) -> None:
         assert not differences(got, wanted), f"choice {index}"
     for name, got in outcome.others.items():
         assert not differences(got, work.plain_answer(work.script.others[name])), name
-    seen = Seen(
+    return Seen(
         answers=outcome.answers,
         params=work.params,
         plain=expected[0],
@@ -60,8 +72,6 @@ def test_cell(cell: Cell, stage: Stage, plain: PlainRuns) -> None:
         steps=outcome.steps,
         num_aborted=outcome.num_aborted,
     )
-    idle = [feature.name for feature in cell.features if not feature.evidence(seen)]
-    assert not idle, "nothing shows that these were at work"
 
 
 @pytest.mark.parametrize("cell", REPRODUCIBLE, ids=str)
