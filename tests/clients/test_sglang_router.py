@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.fleet.router import routed
 from tests.tiny import RunningServer
 
 if importlib.util.find_spec("sglang_router") is None:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def router(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port, metrics_port = free_port(), free_port()
-    log: Path = tmp_path_factory.mktemp("router") / "log"
-    options = ("--port", str(port), "--prometheus-port", str(metrics_port), "--worker-urls", server.url)
-    with log.open("wb") as file:
-        command = (sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", *options)
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _serves(url):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.2)
+    with routed(tmp_path_factory.mktemp("router") / "log", [server]) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _serves(url: str) -> bool:
-    try:
-        return bool(httpx.get(f"{url}/v1/models").json().get("data"))
-    except (httpx.HTTPError, ValueError):
-        return False
 
 
 def test_it_knows_the_model(router: str) -> None:

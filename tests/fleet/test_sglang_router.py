@@ -6,11 +6,8 @@ import contextlib
 import importlib.util
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,8 @@ import openai
 import pytest
 
 from tests.fleet.conversations import run
-from tests.tiny import RunningServer, run_server, until
+from tests.fleet.router import routed
+from tests.tiny import RunningServer, run_server
 
 if importlib.util.find_spec("sglang_router") is None:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
@@ -29,50 +27,25 @@ PAGES = 460  # of a server; twice as many hold all conversations
 CHAT: dict[str, Any] = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Tell a story."}]}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def routed(log: Path, workers: Sequence[RunningServer], policy: str, *options: str) -> Iterator[str]:
-    """The router's address, once it knows the workers' model."""
-    port = free_port()
-    command = (
-        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
-        *("--prometheus-port", str(free_port()), "--policy", policy, "--worker-urls", *(w.url for w in workers)),
-        *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
-    )
-    with log.open("wb") as file:
-        process = subprocess.Popen([*command, *options], stdout=file, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: _serves(url), limit_s=60)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _serves(url: str) -> bool:
-    try:
-        return bool(httpx.get(f"{url}/v1/models").json().get("data"))
-    except (httpx.HTTPError, ValueError):
-        return False
-
-
 @contextlib.contextmanager
 def two_servers(folder: Path, *options: str) -> Iterator[list[RunningServer]]:
     with contextlib.ExitStack() as servers:
         yield [servers.enter_context(run_server(folder / name, *options)) for name in ("first", "second")]
 
 
+def four_streams(client: openai.OpenAI, max_tokens: int) -> list[Any]:
+    """Chats of which each has begun to answer."""
+    streams = [client.chat.completions.create(**CHAT, max_tokens=max_tokens, stream=True) for _ in range(4)]
+    for stream in streams:
+        next(iter(stream))
+    return streams
+
+
 def test_conversations_stay_where_their_prefixes_are(tmp_path: Path) -> None:
     pages = ("--num-pages", str(PAGES))
-    with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "cache_aware") as url:
+    with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "--policy", "cache_aware") as url:
         aware = run(url, servers)
-    with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "round_robin") as url:
+    with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "--policy", "round_robin") as url:
         blind = run(url, servers)
     with run_server(tmp_path / "joint", "--num-pages", str(2 * PAGES)) as server:
         joint = run(server.url, [server])
@@ -83,11 +56,9 @@ def test_conversations_stay_where_their_prefixes_are(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_takes_only_its_own_streams(tmp_path: Path) -> None:
-    with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, "round_robin") as url:
+    with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, "--policy", "round_robin") as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        streams = [client.chat.completions.create(**CHAT, max_tokens=200, stream=True) for _ in range(4)]
-        for stream in streams:
-            next(iter(stream))
+        streams = four_streams(client, max_tokens=200)
         for pid in (servers[0].process.pid, servers[0].engine_pid):
             os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
@@ -111,11 +82,9 @@ def test_a_killed_server_takes_only_its_own_streams(tmp_path: Path) -> None:
 
 
 def test_a_drained_server_loses_no_stream_and_gets_no_request(tmp_path: Path) -> None:
-    with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, "round_robin") as url:
+    with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, "--policy", "round_robin") as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        streams = [client.chat.completions.create(**CHAT, max_tokens=60, stream=True) for _ in range(4)]
-        for stream in streams:
-            next(iter(stream))
+        streams = four_streams(client, max_tokens=60)
         drained = servers[0]
         assert drained.post("/drain").json() == {"draining": True, "requests": 2}
         for _ in range(6):
@@ -134,7 +103,7 @@ def test_what_servers_refuse_comes_back_as_it_is_and_counts_against_none(tmp_pat
         two_servers(
             tmp_path, "--api-key", "sesame", "--max-running-requests", "1", "--max-waiting-requests", "1"
         ) as servers,
-        routed(tmp_path / "log", servers, "round_robin", *options) as url,
+        routed(tmp_path / "log", servers, "--policy", "round_robin", *options) as url,
         httpx.Client(base_url=url, headers={"authorization": "Bearer sesame"}, timeout=60) as client,
     ):
 
