@@ -115,6 +115,24 @@ class Tokenizer:
         loops and texts are bounded (template_bounds.py).
         Raises FieldError if the model has no chat template, or the template does not take these messages.
         """
+        text = self.render_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """The text of a chat, as `apply_chat_template` encodes it. Raises FieldError as that does."""
         if not self.has_chat_template:
             raise FieldError("messages", "cannot be rendered: this model has no chat template; send a plain prompt")
         if not messages:
@@ -124,7 +142,7 @@ class Tokenizer:
         try:
             source = self._tokenizer.get_chat_template(None, template_kwargs.get("tools"))
             count_anew()
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -136,7 +154,7 @@ class Tokenizer:
             problem = f"are not accepted by the model's chat template: {str(error)[:200]}"
             raise FieldError("messages", problem) from error
         _refuse_surrogates("messages", text)
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which need not be whole characters; empty for an id without a token.
