@@ -165,10 +165,10 @@ class ServerConfig:
         None, "file with such keys, unseen by other users; so are those in the environment's MINI_SGLANG_API_KEY"
     )
     cors_origin: tuple[str, ...] = _option((), "web origin whose pages may call the API, * for all; may be repeated")
-    tool_call_parser: Literal["auto", "none", "hermes", "qwen", "llama3", "llama3_json", "mistral"] = _option(
+    tool_call_parser: str = _option(
         "auto", "notation of the model's tool calls; auto: the chat template's; none: tools are refused"
     )
-    reasoning_parser: Literal["auto", "none", "think", "qwen3", "deepseek_r1", "mistral"] = _option(
+    reasoning_parser: str = _option(
         "auto", "markers of the model's reasoning; auto: the chat template's; none: it stays in the answer"
     )
     ssl_certfile: str | None = _option(None, "certificate chain (PEM) to serve HTTPS with")
@@ -196,6 +196,7 @@ class ServerConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
         _check_choices(self)
+        _check_parsers(self)
         for name in ("max_body_bytes", "max_waiting_requests"):
             _at_least(name, getattr(self, name), 1)
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s"):
@@ -232,6 +233,17 @@ def _check_choices(config: EngineConfig | ServerConfig) -> None:
     for name, hint in get_type_hints(type(config)).items():
         if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}")
+
+
+def _check_parsers(config: ServerConfig) -> None:
+    if {config.tool_call_parser, config.reasoning_parser} <= {"auto", "none"}:
+        return
+    from mini_sglang.text.notations import REASONING_PARSERS, TOOL_CALL_PARSERS  # needed only where one is named
+
+    for field, parsers in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        names = ("auto", "none", *parsers)
+        if (name := getattr(config, field)) not in names:
+            raise ValueError(f"{field} must be one of {', '.join(names)}, got {name!r}")
 
 
 def _check_attention_backend(names: str) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import regex
 
+from mini_sglang.text.json_types import type_of
+
 Json = dict[str, Any]
 # What stands for the arguments of a call.
 BODIES = ("object", "arguments", "parameters", "keywords", "dict")
@@ -112,15 +114,21 @@ class Notation:
     @functools.cached_property
     def parameter_head(self) -> regex.Pattern[str]:
         """What comes before a value of {parameters}."""
-        return regex.compile(_lenient(self._parameter_parts[0].rstrip()))
+        return regex.compile(_lenient(self.parameter_parts[0].rstrip()))
 
     def parameter_closing(self, key: str) -> tuple[str, bool]:
         """What comes after the value of `key`, and whether a newline before it belongs to it."""
-        after = self._parameter_parts[1]
+        after = self.parameter_parts[1]
         return after.strip().replace("{key}", key), after.startswith("\n")
 
+    @staticmethod
+    def slots(text: str) -> list[str]:
+        """A text with slots in parts: by turns a text and the name of the slot after it."""
+        return _SLOT.split(text)
+
     @functools.cached_property
-    def _parameter_parts(self) -> tuple[str, str]:
+    def parameter_parts(self) -> tuple[str, str]:
+        """What stands before and after a value of {parameters}."""
         before, _, after = self.parameter.partition("{cdata}" if self.has_cdata else "{value}")
         return before, after
 
@@ -166,7 +174,7 @@ class Notation:
             "index": str(index),
             "number": str(index + 1),
             "arguments": _json(arguments),
-            "object": _json({name: arguments} if self.keys is None else dict(zip(self.keys, (name, arguments)))),
+            "object": _json({name: arguments} if self.keys is None else {self.keys[0]: name, self.keys[1]: arguments}),
             "parameters": "".join(self._parameter(key, value) for key, value in _items(arguments)),
             "keywords": ", ".join(f"{key}={_json(value)}" for key, value in _items(arguments)),
             "dict": ",".join(f"{key}:{_gemma(value)}" for key, value in _items(arguments)),
@@ -182,7 +190,7 @@ class Notation:
             "key": key,
             "value": text,
             "cdata": text,
-            "type": type_name(value),
+            "type": type_of(value),
             "string": "true" if isinstance(value, str) else "false",
         }
         return _SLOT.sub(lambda slot: filled[slot[1]], self.parameter)
@@ -234,23 +242,6 @@ class Thoughts:
         plain = (regex.sub(r"\\(.)", r"\1", regex.sub(r"\(\?:|\)\??|\[[^]]*\][*+]*", " ", way)) for way in self.dropped)
         texts = [self.opening, *self.closings, *(text for way in plain for text in _marks(way))]
         return tuple(dict.fromkeys(texts))
-
-
-def type_name(value: Any) -> str:
-    """The JSON type of a value, in the words of JSON schema; every number is a number."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
 
 
 def _json(value: Any) -> str:
@@ -326,7 +317,7 @@ SEED_OSS = Notation(
     families="Seed-OSS",
 )
 GLM45 = Notation(
-    names=("glm45", "glm"),
+    names=("glm45", "glm", "ling3", "poolside_v1"),
     call="<tool_call>{name}\n{parameters}</tool_call>",
     separator="\n",
     parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
@@ -334,13 +325,13 @@ GLM45 = Notation(
     families="GLM 4.5 and 4.6, Ling 3, Laguna",
 )
 GLM47 = Notation(
-    names=("glm47",),
+    names=("glm47", "spark25"),
     call="<tool_call>{name}{parameters}</tool_call>",
     parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
     families="GLM 4.7, Spark 2.5",
 )
 HUNYUAN3 = Notation(
-    names=("hunyuan3",),
+    names=("hunyuan", "hunyuan3"),
     begin="<tool_calls:opensource>\n",
     call="<tool_call:opensource>{name}<tool_sep:opensource>\n{parameters}</tool_call:opensource>",
     separator="\n",
@@ -444,7 +435,7 @@ LFM2 = Notation(
     families="LFM 2 and 2.5",
 )
 COMMAND_R7B = Notation(
-    names=("command_r7b", "cohere_command3", "cohere2"),
+    names=("cohere_command", "cohere_command4", "command_r7b"),
     begin="<|START_ACTION|>[\n    ",
     call='{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {arguments}}',
     separator=",\n    ",
@@ -506,7 +497,7 @@ APRIEL = Notation(
     families="Apriel",
 )
 APERTUS = Notation(
-    names=("apertus",),
+    names=("apertus2509", "apertus"),
     begin="<|tools_prefix|>[",
     call="{object}",
     separator=", ",
@@ -653,7 +644,10 @@ NOTATIONS = (
 )
 
 THINK = Thoughts(
-    names=("think", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "nemotron_3", "step3"),
+    names=(
+        *("think", "qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "glm45"),
+        *("kimi_k2", "minimax", "minimax_m2", "nemotron_3", "step3", "step3p5"),
+    ),
     opening="<think>",
     closings=("</think>",),
     shown=("</think>", "<|im_assistant|>"),

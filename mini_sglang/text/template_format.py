@@ -121,7 +121,9 @@ def _rendered(tokenizer: Renders, messages: Sequence[Json]) -> Iterator[str]:
 def _derived(prompt: str) -> Notation | None:
     """A notation that writes the name and then JSON, or both as JSON, between marks of its own."""
     whole = re.compile(
-        r'(?P<before>\S*)\s*\{"name":\s*"' + _NAME + r'",\s*"(?P<key>arguments|parameters)":\s*\{[^{}]*\}\s*\}\s*(?P<after>\S*)'
+        r'(?P<before>\S*)\s*\{"name":\s*"'
+        + _NAME
+        + r'",\s*"(?P<key>arguments|parameters)":\s*\{[^{}]*\}\s*\}\s*(?P<after>\S*)'
     )
     if (match := whole.search(prompt)) and _is_mark(match["before"]):
         return Notation(
@@ -138,7 +140,8 @@ def _is_mark(text: str) -> bool:
 
 
 def _last_mark(text: str) -> str:
-    return re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)[-1]
+    marks: list[str] = re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)
+    return marks[-1]
 
 
 def _first_mark(text: str) -> str:

@@ -86,9 +86,7 @@ def _with_text_arguments(message: Json) -> Json:
     """The message with the arguments of its calls as JSON text."""
     if not (calls := message.get("tool_calls")):
         return message
-    functions = (
-        {**call["function"], "arguments": _json_text(call["function"]["arguments"])} for call in calls
-    )
+    functions = ({**call["function"], "arguments": _json_text(call["function"]["arguments"])} for call in calls)
     return {
         **message,
         "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions, strict=True)],

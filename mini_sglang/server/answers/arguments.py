@@ -6,7 +6,6 @@ however it is cut up, and says where the arguments end, or that they are broken.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from abc import abstractmethod
@@ -17,9 +16,8 @@ import msgspec
 import regex
 
 from mini_sglang.sampling_params import Json
+from mini_sglang.text.json_types import ANY_TYPE, json_value, literal, quoted, types_of
 from mini_sglang.text.notations import Notation
-
-ANY_TYPE = frozenset(("string", "number", "boolean", "null", "array", "object"))
 
 
 class Arguments:
@@ -129,7 +127,7 @@ class TaggedArguments(Arguments):
             return None
         self._begin_value(match)
         self._text = self._text[match.end() :]
-        json_text = f"{', ' if self._num_read else '{'}{_quoted(match['key'].strip())}: "
+        json_text = f"{', ' if self._num_read else '{'}{quoted(match['key'].strip())}: "
         self._num_read += 1
         return json_text + ('"' if self._is_text else "")
 
@@ -158,7 +156,7 @@ class TaggedArguments(Arguments):
         if end is None and self._is_text:
             shown = text[: len(text) - _may_begin(text, self._closing, self._trimmed)]
             self._text = text[len(shown) :]
-            return _quoted(shown)[1:-1] or None
+            return quoted(shown)[1:-1] or None
         if end is None:
             return None
         value = text[:end]
@@ -167,9 +165,9 @@ class TaggedArguments(Arguments):
         self._text = text[end + len(self._closing) :]
         self._closing = ""
         if self._is_text:
-            return _quoted(value)[1:-1] + '"'
+            return quoted(value)[1:-1] + '"'
         if self._is_cdata and value.startswith("<![CDATA["):
-            return _quoted(value.removeprefix("<![CDATA[").removesuffix("]]>"))
+            return quoted(value.removeprefix("<![CDATA[").removesuffix("]]>"))
         return self._nested(value) or json_value(value, self._types)
 
     def _find_closing(self, text: str) -> int | None:
@@ -228,7 +226,7 @@ class KeywordArguments(Arguments):
         if match.partial or match.end() == len(bare):
             return None
         self._text, self._in_value = bare[match.end() :], True
-        json_text = f"{', ' if self._num_read else '{'}{_quoted(match['key'])}: "
+        json_text = f"{', ' if self._num_read else '{'}{quoted(match['key'])}: "
         self._num_read += 1
         return json_text
 
@@ -289,10 +287,10 @@ class DictArguments(Arguments):
         text, quote, after = self._text.partition(self._QUOTE)
         if quote:
             self._text, self._in_text = after, False
-            return _quoted(text)[1:-1] + '"'
+            return quoted(text)[1:-1] + '"'
         shown = text[: len(text) - _may_begin(text, self._QUOTE, False)]
         self._text = text[len(shown) :]
-        return _quoted(shown)[1:-1] or None
+        return quoted(shown)[1:-1] or None
 
     def _read_mark(self) -> str | None:
         match = self._BARE.match(self._text)
@@ -310,7 +308,7 @@ class DictArguments(Arguments):
             return None
         scalar = bare if mark == ":" or not bare else json_value(bare, ANY_TYPE)
         if mark == ":":
-            scalar = _quoted(bare)
+            scalar = quoted(bare)
         self._text = self._text[match.end() + 1 :]
         if mark in "{[":
             self._closers.append("}" if mark == "{" else "]")
@@ -336,60 +334,6 @@ def arguments_of(notation: Notation, schema: Mapping[str, Any] | None) -> Argume
             return DictArguments()
         case _:
             return JsonArguments()
-
-
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
-    """The JSON types that a schema allows; every number is a number. All types if the schema does not say."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return ANY_TYPE
-    if isinstance(reference := schema.get("$ref"), str):
-        found: Any = root
-        for part in reference.removeprefix("#").strip("/").split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return types_of(found, root, depth - 1)
-    said = schema.get("type")
-    if said is not None:
-        names = said if isinstance(said, list) else [said]
-        return frozenset("number" if name == "integer" else str(name) for name in names)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(ways := schema.get(key), list) and ways:
-            return frozenset().union(*(types_of(way, root, depth - 1) for way in ways))
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values:
-        return frozenset(map(_type_of, values))
-    return ANY_TYPE
-
-
-def json_value(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that is written as text or as JSON, by the types that it may have."""
-    if types == {"string"}:
-        return _quoted(text)
-    stripped = text.strip()
-    with_text = "string" in types
-    try:
-        if _type_of(msgspec.json.decode(stripped)) in types - {"string"} or not with_text:
-            return stripped
-    except (msgspec.DecodeError, RecursionError):
-        if not with_text and (value := literal(stripped)) is not None:
-            return value
-    return _quoted(text)
-
-
-def literal(text: str) -> str | None:
-    """The JSON text of a literal of Python or JSON; None if it is neither."""
-    text = text.strip()
-    try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        pass
-    try:  # JSON's words among Python's
-        words = {"true": "True", "false": "False", "null": "None"}
-        parts = regex.split(r"(\"(?:[^\"\\]|\\.)*+\"|'(?:[^'\\]|\\.)*+')", text)
-        for index in range(0, len(parts), 2):
-            parts[index] = regex.sub(r"\b(?:true|false|null)\b", lambda word: words[word.group()], parts[index])
-        return json.dumps(ast.literal_eval("".join(parts)), ensure_ascii=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
 
 
 def _read_nested(text: str, notation: Notation, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -431,30 +375,10 @@ def _part_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
     return None
 
 
-def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
-
-
 def _may_begin(text: str, closing: str, newline: bool) -> int:
     """How many characters at the end of `text` may belong to a closing, with `newline` also the one before it."""
     held = next((n for n in range(min(len(text), len(closing) - 1), 0, -1) if text.endswith(closing[:n])), 0)
     return held + (newline and text[: len(text) - held].endswith("\n"))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def is_object(text: str) -> bool:

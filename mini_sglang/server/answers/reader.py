@@ -436,7 +436,12 @@ class AnswerReader:
     def _announce(self, match: regex.Match[str]) -> None:
         """Open a call of which all but the beginning of the arguments is there."""
         name = match.groupdict().get("name")
-        if self._eager and self._announced is None and name in self._tools and match.end("name") < len(self._held.rstrip()):
+        if (
+            self._eager
+            and self._announced is None
+            and name in self._tools
+            and match.end("name") < len(self._held.rstrip())
+        ):
             self._call_id = self._written_id(match.groupdict())
             self._open_call(name or "")
             self._announced = name
@@ -478,7 +483,7 @@ class _Inner:
         """Whether the answer has gone on with calls, without closing the thought; None if that is open."""
         self.deltas += self.reader.push(held[self._num_read :], final=final)
         self._num_read = len(held)
-        if final or self.reader.num_calls == 0 and any(isinstance(delta, Content) for delta in self.deltas):
+        if final or (self.reader.num_calls == 0 and any(isinstance(delta, Content) for delta in self.deltas)):
             return self.reader.num_calls > 0
         return None
 

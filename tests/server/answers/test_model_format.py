@@ -13,9 +13,9 @@ from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.outputs import TokenOutput
 from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
 from mini_sglang.server.answers.model_format import AnswerParser, ModelFormat
-from mini_sglang.server.answers.reasoning import REASONING_PARSERS, THINK, ReasoningParser
-from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
+from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.server.chat import Message, TemplateBody
+from mini_sglang.text.notations import REASONING_PARSERS, THINK, TOOL_CALL_PARSERS
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 
@@ -160,7 +160,7 @@ def test_with_a_form_for_the_answer_too_the_model_calls_or_answers_in_that_form(
 
 def test_reasoning_tokens_are_counted_while_they_come_and_not_beyond(builtin_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(builtin_tokenizer, "r", 5, SamplingParams())
-    parser = AnswerParser(ReasoningParser(THINK), None)
+    parser = AnswerParser(AnswerReader(THINK, None, {}), AnswerReader(THINK, None, {}))
     counts = []
     for token_id in builtin_tokenizer.encode("<think> one two</think> four five"):
         output = processor.push(TokenOutput(request_id="r", token_ids=[token_id]))
