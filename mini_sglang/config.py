@@ -196,7 +196,10 @@ class ServerConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
         _check_choices(self)
-        _check_parsers(self)
+        if {self.tool_call_parser, self.reasoning_parser} - {"auto", "none"}:
+            from mini_sglang.text.notations import check_parsers  # which takes time, and is rarely needed
+
+            check_parsers(self.tool_call_parser, self.reasoning_parser)
         for name in ("max_body_bytes", "max_waiting_requests"):
             _at_least(name, getattr(self, name), 1)
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s"):
@@ -233,17 +236,6 @@ def _check_choices(config: EngineConfig | ServerConfig) -> None:
     for name, hint in get_type_hints(type(config)).items():
         if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(config, name)!r}")
-
-
-def _check_parsers(config: ServerConfig) -> None:
-    if {config.tool_call_parser, config.reasoning_parser} <= {"auto", "none"}:
-        return
-    from mini_sglang.text.notations import REASONING_PARSERS, TOOL_CALL_PARSERS  # needed only where one is named
-
-    for field, parsers in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-        names = ("auto", "none", *parsers)
-        if (name := getattr(config, field)) not in names:
-            raise ValueError(f"{field} must be one of {', '.join(names)}, got {name!r}")
 
 
 def _check_attention_backend(names: str) -> None:

@@ -14,7 +14,7 @@ from mini_sglang.errors import FieldError
 from mini_sglang.grammar.lark import ANY_TEXT, answer_entry, lark_string, spelled
 from mini_sglang.sampling_params import Json, SamplingParams
 from mini_sglang.text.json_types import resolved, types_of
-from mini_sglang.text.notations import Notation, Thoughts
+from mini_sglang.text.notation import Notation, Thoughts
 from mini_sglang.text.tokenizer import Tokenizer
 
 _SLOT_TERMINALS = {"id": "/[a-zA-Z0-9]{9}/", "index": "/0|[1-9][0-9]?/", "number": "/[1-9][0-9]?/"}
@@ -69,6 +69,7 @@ class _CallsGrammar:
         self._strict = strict
         self._lines: list[str] = []
         self._entries: list[Json] = []
+        self._closings: list[list[str | int]] = []  # of texts without quotes
         self._num_rules = 0
 
     def written(
@@ -92,9 +93,10 @@ class _CallsGrammar:
         others = ["|", "ANY"] if free_text else ["|", "@text"] if answer is not None else []
         if answer is not None:
             self._entries.append({"name": "text", "field": answer.grammar_field, **answer_entry(answer)})
+        self._note_closing(self.text(notation.end))
         start = " ".join(["start:", self._rule(ways), *more, *self.text(notation.end), *others])
         lines = [start, f"ANY: {ANY_TEXT}", *self._lines]
-        return json.dumps([{"lark_grammar": "\n".join(lines)}, *self._entries])
+        return json.dumps([{"lark_grammar": "\n".join(lines), "closings": self._closings}, *self._entries])
 
     def _first(self, prompt_end: str, names: Sequence[str], call: str) -> list[str]:
         """The first call, without what the prompt has of it."""
@@ -126,9 +128,16 @@ class _CallsGrammar:
 
     def _up_to(self, closing: Sequence[str]) -> list[str]:
         """Any text up to and with a closing, which is not part of it."""
+        self._note_closing(closing)
         if closing[0].startswith("<"):
             return ["ANY", *closing]
         return [self._rule([["ANY", closing[0]]], lazy=True), *closing[1:]]
+
+    def _note_closing(self, closing: Sequence[str]) -> None:
+        """Say what brings an answer nearer to its end, for one that comes near its limit."""
+        parts = [int(symbol[2:-2]) if symbol.startswith("<") else json.loads(symbol) for symbol in closing]
+        if parts and parts not in self._closings:
+            self._closings.append(parts)
 
     def _call(self, name: str, head: str | None = None) -> list[str]:
         """One call of a function; `head` instead of the notation's."""

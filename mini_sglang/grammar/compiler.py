@@ -11,7 +11,7 @@ import random
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -67,12 +67,19 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: LLMatcher, field: str, finder: EndingFinder, max_tokens: int, digits: DigitLimit | None = None
+        self,
+        matcher: LLMatcher,
+        field: str,
+        finder: EndingFinder,
+        max_tokens: int,
+        digits: DigitLimit | None = None,
+        closings: Sequence[list[int]] = (),
     ) -> None:
         self._matcher = matcher
         self._field = field
         self._numbers = None if digits is None else NumberBound(digits)
         self._finder = finder
+        self._closings = closings
         self._tokens_left = max_tokens
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
         self._ending_length = 0  # at the latest look
@@ -114,7 +121,7 @@ class Matcher:
             first = rng.randrange(allowed.bit_length())
             ahead = allowed >> first << first
             self.advance((ahead & -ahead).bit_length() - 1)
-        self._finder.find(self._matcher, _LONGEST_ENDING)
+        self._finder.find(self._matcher, _LONGEST_ENDING, self._closings)
         self._check()
 
     def _look_for_ending(self) -> None:
@@ -124,7 +131,7 @@ class Matcher:
         has grown so far from one look to the next.
         """
         room = self._tokens_left - 1  # an answer that ends with its very last token counts as cut off
-        ending = self._finder.find(self._matcher.deep_copy(), room)
+        ending = self._finder.find(self._matcher.deep_copy(), room, self._closings)
         if ending is None:
             self._next_look = -1
             return
@@ -168,7 +175,7 @@ class GrammarCompiler:
         self._finder = EndingFinder(vocabulary.tokens, vocabulary.eos_token_ids)
         self._digits = DigitLimit(vocabulary.tokens)
         self._num_cached = num_cached
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, list[list[int]]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def _greedy(self, text: str) -> list[int]:
@@ -185,13 +192,27 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = self._compile(params, field)
+            compiled = self._compile(params, field), self._closings(params)
             with self._lock:
                 self._compiled[key] = compiled
                 if len(self._compiled) > self._num_cached:
                     self._compiled.popitem(last=False)
         is_json = params.response_format is not None or params.tool_grammar is not None
-        return Matcher(compiled.deep_copy(), field, self._finder, max_tokens, self._digits if is_json else None)
+        matcher, closings = compiled
+        return Matcher(
+            matcher.deep_copy(), field, self._finder, max_tokens, self._digits if is_json else None, closings
+        )
+
+    def _closings(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens that end texts without quotes in this grammar."""
+        closings = [] if params.tool_grammar is None else json.loads(params.tool_grammar)[0].get("closings", [])
+        if params.grammar_after is not None:
+            marker = self._special.get(params.grammar_after.encode(), params.grammar_after)
+            closings = [*closings, [marker]]
+        return [
+            [i for part in parts for i in ([part] if isinstance(part, int) else self._greedy(part))]
+            for parts in closings
+        ]
 
     def check(self, params: SamplingParams) -> None:
         """Raise FieldError if the grammar does not compile, or fails in one of a few answers.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mini_sglang.errors import FieldError
-from mini_sglang.text.notations import HERMES, NOTATIONS, THOUGHTS, Notation, Thoughts
+from mini_sglang.text.notation import Notation, Thoughts
+from mini_sglang.text.notations import HERMES, NOTATIONS, THOUGHTS
 
 Json = dict[str, Any]
 _QUESTION = {"role": "user", "content": "Which is the question?"}

@@ -98,7 +98,12 @@ class Tokenizer:
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> list[int]:
+        """Token ids of a chat: what `render_chat_template` writes, encoded without adding special tokens, since the
+        template writes them itself. Raises FieldError as that does."""
+        return self.encode(self.render_chat_template(messages, **arguments), add_special_tokens=False)
+
+    def render_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         /,  # no name that a template's argument could clash with
@@ -106,33 +111,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_kwargs: Any,
-    ) -> list[int]:
-        """Token ids of a chat, rendered by the model's own template and encoded without adding special tokens,
-        since the template writes them itself.
+    ) -> str:
+        """The text of a chat, as the model's own template writes it.
 
         `continue_final_message` leaves the last message open to be continued. `template_kwargs` reach the template
         (`tools`, `documents`, `enable_thinking`, …). The template runs in jinja2's immutable sandbox, and its
         loops and texts are bounded (template_bounds.py).
         Raises FieldError if the model has no chat template, or the template does not take these messages.
         """
-        text = self.render_chat_template(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_kwargs,
-        )
-        return self.encode(text, add_special_tokens=False)
-
-    def render_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **template_kwargs: Any,
-    ) -> str:
-        """The text of a chat, as `apply_chat_template` encodes it. Raises FieldError as that does."""
         if not self.has_chat_template:
             raise FieldError("messages", "cannot be rendered: this model has no chat template; send a plain prompt")
         if not messages:

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mini_sglang.sampling_params import Json
-from mini_sglang.text.notations import HERMES, Notation
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES
 from mini_sglang.text.template_format import TemplateFormat
 from mini_sglang.text.tokenizer import Tokenizer
 

@@ -12,7 +12,8 @@ import pytest
 from mini_sglang.grammar.calls import tool_call_grammar
 from mini_sglang.grammar.compiler import GrammarCompiler
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.text.notations import HERMES, Notation
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES
 from mini_sglang.text.tokenizer import Tokenizer
 
 ADDRESS = {

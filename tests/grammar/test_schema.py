@@ -15,7 +15,7 @@ from mini_sglang.grammar.calls import tool_call_grammar
 from mini_sglang.grammar.compiler import GrammarCompiler, check_parameters
 from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.text.notations import Notation
+from mini_sglang.text.notation import Notation
 from mini_sglang.text.tokenizer import Tokenizer
 
 BARE = Notation(names=("bare",), call="{object}", leading=True)

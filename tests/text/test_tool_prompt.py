@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from mini_sglang import LLM, SamplingParams
-from mini_sglang.text.notations import HERMES, LLAMA3, MISTRAL, Notation
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES, LLAMA3, MISTRAL
 from mini_sglang.text.template_format import TemplateFormat, format_of
 from mini_sglang.text.tokenizer import Tokenizer
 from mini_sglang.text.tool_prompt import render_chat, with_plain_tools

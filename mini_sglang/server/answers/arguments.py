@@ -17,7 +17,7 @@ import regex
 
 from mini_sglang.sampling_params import Json
 from mini_sglang.text.json_types import ANY_TYPE, json_value, literal, quoted, types_of
-from mini_sglang.text.notations import Notation
+from mini_sglang.text.notation import Notation
 
 
 class Arguments:

@@ -21,7 +21,8 @@ from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, Json, SamplingParams
 from mini_sglang.server.answers.deltas import Answer, Delta
 from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.server.chat import Message, TemplateBody, Tool
-from mini_sglang.text.notations import REASONING_PARSERS, TOOL_CALL_PARSERS, Notation, Thoughts
+from mini_sglang.text.notation import Notation, Thoughts
+from mini_sglang.text.notations import REASONING_PARSERS, TOOL_CALL_PARSERS
 from mini_sglang.text.template_format import TemplateFormat, format_of
 from mini_sglang.text.tokenizer import Tokenizer
 from mini_sglang.text.tool_prompt import render_chat

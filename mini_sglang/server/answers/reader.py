@@ -20,7 +20,7 @@ from mini_sglang.sampling_params import Json
 from mini_sglang.server.answers.arguments import Arguments, JsonArguments, arguments_of, is_object
 from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta, Reasoning
 from mini_sglang.text.detokenizer import partial_match
-from mini_sglang.text.notations import Notation, Thoughts
+from mini_sglang.text.notation import Notation, Thoughts
 
 HEAD_LIMIT = 512  # characters from a call's beginning to its arguments
 

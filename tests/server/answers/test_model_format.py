@@ -52,7 +52,7 @@ def fits(compiler: GrammarCompiler, builtin_tokenizer: Tokenizer) -> Fits:
         form: SamplingParams | None = None,
         **fields: Any,
     ) -> bool:
-        config = ServerConfig(tool_call_parser=parser, reasoning_parser=reasoning)  # type: ignore[arg-type]
+        config = ServerConfig(tool_call_parser=parser, reasoning_parser=reasoning)
         rules = ModelFormat.of(builtin_tokenizer, config).rules(
             TemplateBody(**fields), QUESTION, builtin_tokenizer.encode(prompt)
         )
@@ -129,11 +129,11 @@ def test_reasoning_that_the_prompt_has_opened_comes_before_the_call(fits: Fits) 
 
 def test_every_parser_can_be_named_by_its_option() -> None:
     for name in TOOL_CALL_PARSERS:
-        ServerConfig(tool_call_parser=name)  # type: ignore[arg-type]
+        ServerConfig(tool_call_parser=name)
     for name in REASONING_PARSERS:
-        ServerConfig(reasoning_parser=name)  # type: ignore[arg-type]
+        ServerConfig(reasoning_parser=name)
     with pytest.raises(ValueError, match=r"tool_call_parser must be one of auto, none, hermes"):
-        ServerConfig(tool_call_parser="xml")  # type: ignore[arg-type]
+        ServerConfig(tool_call_parser="xml")
 
 
 def test_with_a_form_for_the_answer_too_the_model_calls_or_answers_in_that_form(

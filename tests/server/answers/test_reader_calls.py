@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening
 from mini_sglang.server.answers.reader import AnswerReader
-from mini_sglang.text.notations import HERMES, LLAMA3, MISTRAL, TOOL_CALL_PARSERS, Notation
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES, LLAMA3, MISTRAL, TOOL_CALL_PARSERS
 
 NAMES = ("get_time", "add")
 NOTATIONS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
