@@ -316,13 +316,30 @@ class TestByteLevelKinds:
             expected = [*expected[:1], "'", "LL", *expected[2:-1], "!", "\n\n"]
         assert self.cut(pre, "I'LL x 1234   y!\n\n") == expected
 
+    @pytest.mark.parametrize(
+        ("pre", "expected"),
+        [
+            ("qwen2", "e|\u0301t| HelloWorld| |1|2|3|4| ...\n\n|你好|，a|'s| \t"),
+            ("qwen35", "e\u0301t| HelloWorld| |1|2|3|4| ...\n\n|你好|，a|'s| \t"),
+            ("gpt-4o", "e\u0301t| Hello|World| |123|4| ...\n\n|你好|，a's| \t"),
+            ("tekken", "e\u0301t| Hello|World| |1|2|3|4| ...\n\n|你好|，a|'s| \t"),
+            ("seed-coder", "e|\u0301t| HelloWorld| |1|2|3|4| ...|\n\n|你好|，a|'s| \t"),
+            ("glm4", "e|\u0301t| HelloWorld| |123|4| ...\n\n|你好|，a|'s| \t"),
+            ("deepseek-v3", "e\u0301t| HelloWorld| |123|4| ...\n\n|你好|，|a|'s| \t"),
+            ("deepseek-llm", "e|\u0301|t| HelloWorld| |1|2|3|4| ...|\n|\n|你好|，|a|'|s| \t"),
+            ("falcon", "e|\u0301|t| HelloWorld| |123|4| |...|\n|\n|你好|，|a|'|s| \t"),
+        ],
+    )
+    def test_marks_capitals_digits_and_scripts(self, pre: str, expected: str) -> None:
+        assert "|".join(self.cut(pre, expected.replace("|", ""))) == expected
+
     def test_an_unknown_kind_is_refused_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'kimi-k2' is not supported; supported are .*qwen2"):
             self.cut("kimi-k2", "x")
 
     def test_other_models_of_tokenizer_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="'bert' is not supported"):
-            tokenizer_json({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]})
+        with pytest.raises(ValueError, match="'t5' is not supported"):
+            tokenizer_json({"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["a"]})
         with pytest.raises(ValueError, match="holds no tokenizer"):
             tokenizer_json({})
 
