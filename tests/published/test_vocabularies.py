@@ -17,6 +17,7 @@ from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf_tokenizer import tokenizer_json
 from mini_sglang.weights.hub import ModelSource
 from tests.published import material
+from tests.published.chats import TEXTS
 from tests.published.gguf_metadata import of_tekken, of_tokenizer_json
 
 WITH_VECTORS = (
@@ -37,20 +38,6 @@ WITH_VECTORS = (
     "starcoder",
 )
 _BETWEEN = "\n__ggml_vocab_test__\n"
-# What vocabularies cut in different ways: cases of letters, digits, marks, scripts, runs of spaces and punctuation.
-TEXTS = (
-    "HelloWorld iPhone XMLHttpRequest McDonald's they'LL WE'RE don't O'Neil's",
-    "1 12 123 1234 1234567 3.14159 1,000,000 0x1F 50% ½ Ⅷ ２０２６ ٣٤٥",
-    "naïve café re\u0301sume\u0301 Ångström ﬁnal ǅ ŉ ß İstanbul",
-    "नमस्ते दुनिया ภาษาไทย עִבְרִית العَرَبِيَّة Tiếng Việt",
-    "你好，世界！こんにちは カタカナ 한국어 漢字かな交じり文",
-    "  two   three    four\t\ttabs \n\n\n lines \r\n windows \u00a0no-break \u3000ideographic",
-    "def f(x):\n    return x**2  # comment\n\n\nif __name__ == '__main__':\n\tprint(f(2))\n",
-    '!!! ... ??? -- === ### $100 €5 <tag attr="v"/> {[()]} a/b\\c //comment\n/path',
-    "🙂 👩‍👩‍👧‍👦 🇫🇷 𝕳𝖊𝖑𝖑𝖔 \u200b\ufeff \x00 \x1b[0m",
-    " ",
-    "",
-)
 
 
 def encode(backend: TokenizerBackend, text: str) -> list[int]:
