@@ -28,6 +28,7 @@ from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_MOST_WORDS = 500  # characters of what a template says when it refuses
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -115,9 +116,11 @@ class Tokenizer:
         """The text of a chat, as the model's own template writes it.
 
         `continue_final_message` leaves the last message open to be continued. `template_kwargs` reach the template
-        (`tools`, `documents`, `enable_thinking`, …). The template runs in jinja2's immutable sandbox, and its
-        loops and texts are bounded (template_bounds.py).
-        Raises FieldError if the model has no chat template, or the template does not take these messages.
+        (`tools`, `documents`, `enable_thinking`, …). Of several templates that named "tool_use" renders chats with
+        tools, and "default" the others. A template runs in jinja2's immutable sandbox, and its loops and texts are
+        bounded (template_bounds.py).
+        Raises FieldError if the model has no chat template, or the template does not take these messages: then in
+        the template's own words.
         """
         if not self.has_chat_template:
             raise FieldError("messages", "cannot be rendered: this model has no chat template; send a plain prompt")
@@ -137,7 +140,7 @@ class Tokenizer:
                 **template_kwargs,
             )
         except Exception as error:  # a template is a program: with some messages it may fail in any way
-            problem = f"are not accepted by the model's chat template: {str(error)[:200]}"
+            problem = f"are not accepted by the model's chat template: {str(error)[:_MOST_WORDS]}"
             raise FieldError("messages", problem) from error
         _refuse_surrogates("messages", text)
         return text

@@ -1,7 +1,8 @@
 """Rebuilds the tokenizer that a GGUF file carries in its metadata, in the tokenizer.json format. Without torch.
 
 A GGUF file names its pre-tokenizer by `tokenizer.ggml.pre`. llama.cpp's table (src/llama-vocab.cpp) says what the names
-mean; this module holds those that the supported architectures use. An unknown name is refused, never guessed.
+mean; this module holds those that published vectors or tokenizers hold it to (tests/published), and others that are cut
+the same way. An unknown name is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,25 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_AND_SPACES
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_AND_SPACES
+_QWEN35 = (  # as for Qwen 2, but marks belong to the letter before them
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORD_START, _CAPITALS, _SMALL = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(end: str, number: str) -> str:
+    """Words end before a capital that follows small letters; `end` is what may end a word besides letters."""
+    return rf"{_WORD_START}{_CAPITALS}*{_SMALL}+{end}|{_WORD_START}{_CAPITALS}+{_SMALL}*{end}|{number}{_SPACES}"
+
+
+_GPT4O = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+_TEKKEN = _cased("", r"\p{N}")
+_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK_V3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -43,14 +63,46 @@ _SINGLE_DIGITS = _PreTokenizer((_DIGITS, _byte_level(use_regex=True)))
 _LLAMA3_STEPS = (_split(_LLAMA3), _byte_level(use_regex=False))
 _LLAMA3_STYLE = _PreTokenizer(_LLAMA3_STEPS, ignore_merges=True, adds_bos=True)
 _QWEN2_STEPS = (_split(_QWEN2), _byte_level(use_regex=False))
+_EAST_ASIAN = _split("[一-龥ࠀ-一가-\ud7ff]+")
 _DEEPSEEK_CODER = _PreTokenizer(
     (
         _split(r"[\r\n]"),
         _split(r"\s?\p{L}+"),
         _split(r"\s?\p{P}+"),
-        _split("[一-龥ࠀ-一가-\ud7ff]+"),
+        _EAST_ASIAN,
         _DIGITS,
         _byte_level(use_regex=False),
+    )
+)
+# DeepSeek LLM knows letters that have cases, of the scripts that its authors listed.
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷ"
+    "ᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿ"
+    "ⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM = _PreTokenizer(
+    (
+        _split(r"[\r\n]"),
+        _split(rf"\s?[{_CASED_LETTERS}]+"),
+        _split(r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"),
+        _split(r"\s+$"),
+        _EAST_ASIAN,
+        _DIGITS,
+        _byte_level(use_regex=False),
+    )
+)
+_DEEPSEEK_V3_STEPS = (
+    _split(r"\p{N}{1,3}"),
+    _split("[一-龥\u3040-ゟ゠-ヿ]+"),
+    _split(_DEEPSEEK_V3),
+    _byte_level(use_regex=False),
+)
+_GPT4O_STEPS = (_split(_GPT4O), _byte_level(use_regex=False))
+_FALCON = _PreTokenizer(
+    (
+        _split(r"[\p{P}\$\+<=>\^~\|`]+"),
+        _byte_level(use_regex=True),
+        _split(r"[0-9][0-9][0-9]"),
     )
 )
 # What llama.cpp does with files that are older than `tokenizer.ggml.pre`.
@@ -69,6 +121,7 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "refact": _SINGLE_DIGITS,
     "command-r": _SINGLE_DIGITS,
     "gpt-2": _GPT2_STYLE,
+    "gigachat": _GPT2_STYLE,
     "phi-2": _GPT2_STYLE,
     "olmo": _GPT2_STYLE,
     "mpt": _GPT2_STYLE,
@@ -76,14 +129,26 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "llama3": _LLAMA3_STYLE,
     "llama-v3": _LLAMA3_STYLE,
     "falcon3": _LLAMA3_STYLE,
+    "lfm2": _LLAMA3_STYLE,
+    "glm4": _PreTokenizer(_LLAMA3_STEPS, ignore_merges=True),
     "smaug-bpe": _PreTokenizer(_LLAMA3_STEPS),  # SmolLM3
     "dbrx": _PreTokenizer(_LLAMA3_STEPS),  # OLMo 2
+    "gpt-4o": _PreTokenizer(_GPT4O_STEPS, ignore_merges=True),  # gpt-oss
+    "llama4": _PreTokenizer(_GPT4O_STEPS, ignore_merges=True),
+    "minimax-m2": _PreTokenizer(_GPT4O_STEPS),
+    "tekken": _PreTokenizer((_split(_TEKKEN), _byte_level(use_regex=False)), ignore_merges=True, adds_bos=True),
+    "seed-coder": _PreTokenizer((_split(_SEED), _byte_level(use_regex=False))),
+    "falcon": _FALCON,
+    "qwen35": _PreTokenizer((_split(_QWEN35), _byte_level(use_regex=False))),  # llama.cpp composes no letters here
     "qwen2": _PreTokenizer(_QWEN2_STEPS, normalizer={"type": "NFC"}),
     "deepseek-r1-qwen": _PreTokenizer(_QWEN2_STEPS),
     "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-v3": _PreTokenizer(_DEEPSEEK_V3_STEPS),
     "default": _DEFAULT,
 }
 
+_KINDS = ("gpt2", "llama", "gemma4", "bert")  # values of tokenizer.ggml.model
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # gguf's token types; 1 is a normal token, 5 unused, 6 a byte
 
 
@@ -98,8 +163,13 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "gpt2":
         return _byte_level_bpe(metadata, tokens)
     if kind == "llama":
-        return _sentencepiece_bpe(metadata, tokens)
-    raise ValueError(f"GGUF tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' and 'llama'")
+        scores, kinds = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
+        return _sentencepiece_bpe(metadata, tokens, _merges_by_score(tokens, scores, kinds))
+    if kind == "gemma4":
+        return _sentencepiece_bpe(metadata, tokens, metadata["tokenizer.ggml.merges"])
+    if kind == "bert":
+        return _word_pieces(metadata, tokens)
+    raise ValueError(f"GGUF tokenizer.ggml.model {kind!r} is not supported; supported are {', '.join(_KINDS)}")
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -133,13 +203,13 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
         normalizer=pre_tokenizer.normalizer,
         pre_tokenizer=steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        model={"merges": metadata["tokenizer.ggml.merges"], "ignore_merges": pre_tokenizer.ignore_merges},
+        model={**_BPE, "merges": metadata["tokenizer.ggml.merges"], "ignore_merges": pre_tokenizer.ignore_merges},
         adds_bos=pre_tokenizer.adds_bos,
     )
 
 
-def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """A sentencepiece BPE: spaces are "▁", bytes without a piece are "<0xAB>", and scores rank the merges."""
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], merges: list[str]) -> dict[str, Any]:
+    """A sentencepiece BPE: spaces are "▁", and bytes without a piece are "<0xAB>"."""
     prefix = [{"type": "Prepend", "prepend": "▁"}] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoders = [
@@ -148,7 +218,6 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[s
         {"type": "Fuse"},
         *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
     ]
-    merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"])
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     return _document(
         metadata,
@@ -156,7 +225,42 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[s
         normalizer={"type": "Sequence", "normalizers": [*prefix, replace]},
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders},
-        model={"merges": merges, "unk_token": tokens[unknown], "fuse_unk": True, "byte_fallback": True},
+        model={**_BPE, "merges": merges, "unk_token": tokens[unknown], "fuse_unk": True, "byte_fallback": True},
+        adds_bos=True,
+    )
+
+
+def _word_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """BERT's word pieces: the file marks the first piece of a word with "▁", tokenizer.json marks the others."""
+    kinds = metadata["tokenizer.ggml.token_type"]
+    pieces = [
+        token if kind in (_UNKNOWN, _CONTROL) else token[1:] if token.startswith("▁") else f"##{token}"
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    around = {  # BERT's names of them
+        "tokenizer.ggml.bos_token_id": metadata["tokenizer.ggml.cls_token_id"],
+        "tokenizer.ggml.eos_token_id": metadata["tokenizer.ggml.seperator_token_id"],
+        "tokenizer.ggml.add_eos_token": True,
+    }
+    normalizer = {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
+        "lowercase": metadata.get("tokenizer.ggml.normalizer.lowercase", True),
+    }
+    return _document(
+        {**metadata, **around},
+        pieces,
+        normalizer=normalizer,
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
+        model={
+            "type": "WordPiece",
+            "unk_token": pieces[metadata["tokenizer.ggml.unknown_token_id"]],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        },
         adds_bos=True,
     )
 
@@ -211,7 +315,7 @@ def _document(
         "pre_tokenizer": pre_tokenizer,
         "post_processor": _begin_and_end(metadata, tokens, adds_bos),
         "decoder": decoder,
-        "model": {**_BPE, **model, "vocab": {token: token_id for token_id, token in enumerate(tokens)}},
+        "model": {**model, "vocab": {token: token_id for token_id, token in enumerate(tokens)}},
     }
 
 

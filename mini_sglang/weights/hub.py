@@ -55,7 +55,8 @@ _SMOLLM2 = BuiltinModel(
 BUILTIN_MODELS = {_SMOLLM2.name: _SMOLLM2}
 CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-IGNORED_PATTERNS = ["*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "consolidated*"]
+_OTHER_FOLDERS = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]  # all but additional_chat_templates
+IGNORED_PATTERNS = [*_OTHER_FOLDERS, "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "consolidated*"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 

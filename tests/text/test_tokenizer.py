@@ -183,6 +183,42 @@ class TestChats:
         with pytest.raises(ValueError, match="no chat template"):
             tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
 
+    def test_a_file_beside_the_tokenizer_goes_before_the_template_in_its_settings(self, folder: ModelSource) -> None:
+        self.with_settings(folder, "in the settings")
+        assert load_tokenizer(folder).chat_template == "beside"
+
+    def with_settings(self, folder: ModelSource, template: object) -> None:
+        """Puts a template into tokenizer_config.json, and another one beside it."""
+        path = folder.path / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+        (folder.path / "chat_template.jinja").write_text("beside")
+
+    @pytest.mark.parametrize("place", ["settings", "folder"])
+    def test_of_several_templates_the_one_for_tools_renders_chats_with_tools(
+        self, folder: ModelSource, place: str
+    ) -> None:
+        named = {
+            "default": "plain {{ messages[0].content }}",
+            "tool_use": "{{ tools[0].name }} {{ messages[0].content }}",
+        }
+        if place == "settings":
+            self.with_settings(folder, [{"name": name, "template": text} for name, text in named.items()])
+            (folder.path / "chat_template.jinja").unlink()
+        else:
+            (folder.path / "chat_template.jinja").write_text(named["default"])
+            (folder.path / "additional_chat_templates").mkdir()
+            (folder.path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+        tokenizer, messages = load_tokenizer(folder), [{"role": "user", "content": "Hi"}]
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == "plain Hi"
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages, tools=[{"name": "f"}])) == "f Hi"
+        assert set(tokenizer.chat_template.split("\n")) == {*named.values()}
+
+    def test_several_templates_without_a_default_are_told_of(self, folder: ModelSource) -> None:
+        self.with_settings(folder, [{"name": "rag", "template": "x"}])
+        (folder.path / "chat_template.jinja").unlink()
+        with pytest.raises(ValueError, match=r"messages are not accepted .*no default specified.*\['rag'\]"):
+            load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "Hi"}])
+
     def test_the_last_message_can_be_left_open(self, folder: ModelSource) -> None:
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The capital"}]
         ids = load_tokenizer(folder).apply_chat_template(messages, continue_final_message=True)
@@ -316,13 +352,30 @@ class TestByteLevelKinds:
             expected = [*expected[:1], "'", "LL", *expected[2:-1], "!", "\n\n"]
         assert self.cut(pre, "I'LL x 1234   y!\n\n") == expected
 
+    @pytest.mark.parametrize(
+        ("pre", "expected"),
+        [
+            ("qwen2", "e|\u0301t| HelloWorld| |1|2|3|4| ...\n\n|你好|，a|'s| \t"),
+            ("qwen35", "e\u0301t| HelloWorld| |1|2|3|4| ...\n\n|你好|，a|'s| \t"),
+            ("gpt-4o", "e\u0301t| Hello|World| |123|4| ...\n\n|你好|，a's| \t"),
+            ("tekken", "e\u0301t| Hello|World| |1|2|3|4| ...\n\n|你好|，a|'s| \t"),
+            ("seed-coder", "e|\u0301t| HelloWorld| |1|2|3|4| ...|\n\n|你好|，a|'s| \t"),
+            ("glm4", "e|\u0301t| HelloWorld| |123|4| ...\n\n|你好|，a|'s| \t"),
+            ("deepseek-v3", "e\u0301t| HelloWorld| |123|4| ...\n\n|你好|，|a|'s| \t"),
+            ("deepseek-llm", "e|\u0301|t| HelloWorld| |1|2|3|4| ...|\n|\n|你好|，|a|'|s| \t"),
+            ("falcon", "e|\u0301|t| HelloWorld| |123|4| |...|\n|\n|你好|，|a|'|s| \t"),
+        ],
+    )
+    def test_marks_capitals_digits_and_scripts(self, pre: str, expected: str) -> None:
+        assert "|".join(self.cut(pre, expected.replace("|", ""))) == expected
+
     def test_an_unknown_kind_is_refused_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'kimi-k2' is not supported; supported are .*qwen2"):
             self.cut("kimi-k2", "x")
 
     def test_other_models_of_tokenizer_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="'bert' is not supported"):
-            tokenizer_json({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]})
+        with pytest.raises(ValueError, match="'t5' is not supported"):
+            tokenizer_json({"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["a"]})
         with pytest.raises(ValueError, match="holds no tokenizer"):
             tokenizer_json({})
 

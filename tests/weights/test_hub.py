@@ -188,7 +188,7 @@ class _Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        name = path.rpartition("/")[2]
+        name = path.partition("/resolve/")[2].partition("/")[2]
         answer: object = None
         if path.startswith("/api/models/some/model/revision/"):
             answer = {"id": "some/model", "sha": self.commit, "siblings": [{"rfilename": file} for file in self.files]}
@@ -209,9 +209,26 @@ class _Hub(BaseHTTPRequestHandler):
         pass
 
 
+class _HubOfTemplates(_Hub):
+    """Its repository has a second template where transformers looks for it, and folders with other things."""
+
+    templates: ClassVar = {"chat_template.jinja": b"one", "additional_chat_templates/tool_use.jinja": b"two"}
+    others: ClassVar = {"onnx/config.json": b"{}", "adapter/model.safetensors": b"{}", "assets/a.json": b"{}"}
+    files: ClassVar = {**_Hub.files, **templates, **others}
+
+
 @pytest.fixture
 def small_hub() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+    yield from _serve(_Hub)
+
+
+@pytest.fixture
+def hub_of_templates() -> Iterator[str]:
+    yield from _serve(_HubOfTemplates)
+
+
+def _serve(hub: type[_Hub]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -240,6 +257,17 @@ class TestHubs:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
         result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert result.stdout.strip() == str(snapshot), result.stderr
+
+    def test_templates_are_fetched_from_their_folder_and_nothing_from_others(
+        self, tmp_path: Path, hub_of_templates: str
+    ) -> None:
+        program = "from mini_sglang.weights.hub import resolve_model; print(resolve_model('some/model').path)"
+        settings = {"HF_ENDPOINT": hub_of_templates, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
+        folder = Path(done.stdout.strip())
+        fetched = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert fetched == {*_Hub.files, *_HubOfTemplates.templates}
 
     def test_a_hub_leaves_no_bar_on_a_terminal(self, tmp_path: Path, small_hub: str) -> None:
         program = "from mini_sglang.weights.hub import resolve_model; print(resolve_model('some/model').path)"
