@@ -40,10 +40,22 @@ def render_chat(
     /,  # no name that a template's argument could clash with
     **arguments: Any,
 ) -> list[int]:
-    """Token ids of a conversation with the tools that it offers, as the model's chat template writes them.
+    """Token ids of a conversation with the tools that it offers. Raises FieldError as `chat_text` does."""
+    return tokenizer.encode(chat_text(tokenizer, messages, tools, form, **arguments), add_special_tokens=False)
+
+
+def chat_text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Json],
+    tools: Sequence[Json],
+    form: TemplateFormat,
+    /,
+    **arguments: Any,
+) -> str:
+    """A conversation with the tools that it offers, as the model's chat template writes them.
 
     What the template does not write itself (tools, calls, results) stands in the texts of the messages. `arguments` are
-    those of `Tokenizer.apply_chat_template`. Raises FieldError as that does.
+    those of `Tokenizer.render_chat_template`. Raises FieldError as that does.
     """
     if is_third_format(tokenizer.chat_template):
         messages, tools = third_format_messages(messages), third_format_tools(tools)
@@ -54,7 +66,7 @@ def render_chat(
         messages = [_with_short_ids(message) for message in messages]
     if form.text_arguments:
         messages = [_with_text_arguments(message) for message in messages]
-    return tokenizer.apply_chat_template(messages, **arguments)
+    return tokenizer.render_chat_template(messages, **arguments)
 
 
 def with_plain_tools(messages: Sequence[Json], tools: Sequence[Json], form: TemplateFormat) -> list[Json]:
