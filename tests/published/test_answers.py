@@ -97,12 +97,8 @@ def reader(case: Case, *, eager: bool) -> AnswerReader:
     _, form = model(case.template)
     thoughts = form.thoughts
     end = prompt_end(case, thoughts)
-    if (
-        case.reasoning_format == "none"
-        and thoughts
-        and end
-        and not any(map(case.input.__contains__, thoughts.closings))
-    ):
+    is_open = thoughts is not None and thoughts.opening.strip() == end != ""
+    if case.reasoning_format == "none" and is_open and thoughts and not any(c in case.input for c in thoughts.closings):
         thoughts, end = None, ""  # what the prompt has opened is not told apart
     tools = {tool.name: tool.parameters for tool in case.tools}
     return AnswerReader(thoughts, form.notation if tools else None, tools, prompt_end=end, eager=eager)
