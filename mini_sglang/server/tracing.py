@@ -40,6 +40,7 @@ PROVIDER = "mini_sglang"
 MOST_CHOICES = 16  # with children of their own: a thousand choices would push other requests' spans out of the queue
 CLOSE_S = 2.0
 _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
+_OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}  # by the type of a response format
 _SERVICE = {"service.name": "mini-sglang", "service.version": mini_sglang.__version__}
 
 
@@ -125,6 +126,7 @@ def _asked(request: Request, job: Job) -> dict[str, AttributeValue]:
         "gen_ai.response.model": model,
         "gen_ai.response.id": job.id,
         "gen_ai.request.choice.count": job.n if job.n != 1 else None,
+        "gen_ai.output.type": _OUTPUT_TYPES.get((params.response_format or {}).get("type", "")),
         "gen_ai.request.stream": True if job.body.stream else None,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
