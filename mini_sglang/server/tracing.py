@@ -215,7 +215,7 @@ class _Exporter(SpanExporter):
         if is_lost := result is not SpanExportResult.SUCCESS:
             if not self._is_losing:
                 why = self._complaints.first[:MAX_MESSAGE_LENGTH]
-                logger.warning("traces do not reach %s and are lost; requests go on: %s", self._endpoint, why)
+                logger.warning("traces do not reach %s and are lost, while requests go on: %s", self._endpoint, why)
         elif self._is_losing:
             logger.info("traces reach %s again", self._endpoint)
         self._is_losing = is_lost

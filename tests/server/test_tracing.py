@@ -351,9 +351,10 @@ def test_what_is_refused_has_no_span(server: RunningServer, collector: Collector
     assert refused not in {span.trace_id.hex() for span in collector.spans}
 
 
-def failed(collector: Collector, app: FastAPI, **fields: Any) -> Trace:
+def failed(collector: Collector, app: FastAPI, timeout_s: float = 60, **fields: Any) -> Trace:
     """The trace of a request that an app with a scripted engine has failed to answer."""
     trace_id, _, headers = traceparent()
+    headers["x-request-timeout"] = str(timeout_s)
     TestClient(app, raise_server_exceptions=False).post("/generate", json={"prompt": "Hi", **fields}, headers=headers)
     asyncio.run(app.state.context.close())
     trace = collector.trace(trace_id)
@@ -378,6 +379,10 @@ def test_a_failure_of_the_server_is_an_error(
 def test_an_error_has_the_code_that_the_client_gets_or_the_exceptions_name(
     make_app: Callable[..., FastAPI], engine: ScriptedEngine, collector: Collector
 ) -> None:
+    for engine.pause_after, parts in ((0, 0), (2, 3)):
+        late = failed(collector, make_app(otlp_traces_endpoint=collector.url), timeout_s=0.1)
+        assert late.attributes["error.type"] == "deadline_exceeded"
+        assert len(late.children) == parts
     draining = make_app(otlp_traces_endpoint=collector.url)
     draining.state.context.drain()
     assert failed(collector, draining).attributes["error.type"] == "draining"
