@@ -182,6 +182,9 @@ class ServerConfig:
     metrics_names: Literal["both", "mini_sglang", "vllm"] = _option(
         "both", "prefix of the names in /metrics: mini_sglang:, or vllm: as vLLM has it, or both"
     )
+    otlp_traces_endpoint: str | None = _option(
+        None, "URL of an OpenTelemetry collector to send spans of requests to, over HTTP; none: no spans"
+    )
     access_log: bool = _option(True, "log a line for each request, without what was asked and answered")
     log_contents: bool = _option(False, "log what is asked and answered, for debugging")
 
@@ -193,6 +196,11 @@ class ServerConfig:
         for origin in self.cors_origin:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ValueError(f"cors_origin must be like https://example.com, without a path, or *, got {origin!r}")
+        if self.otlp_traces_endpoint is not None and not _URL.fullmatch(self.otlp_traces_endpoint):
+            raise ValueError(
+                "otlp_traces_endpoint must be like http://localhost:4318, with nothing secret in it: "
+                "headers come from the environment's OTEL_EXPORTER_OTLP_HEADERS"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
         _check_choices(self)
@@ -226,6 +234,7 @@ _MOST = {
     "num_threads": (1024, "one for each core is the fastest"),
 }
 _ENDPOINT = re.compile(r"tcp://(\*|[^\s:\[\]*]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})|ipc://\S+")
+_URL = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 _DEVICES = ("auto", "cpu", "cuda")
 _GPU_BACKENDS = ("triton", "flashinfer", "flash_attn")
 _BACKENDS = ("auto", "cpu", "reference", *_GPU_BACKENDS)

@@ -117,14 +117,17 @@ def _as_words(args: Mapping[str, Any]) -> list[str]:
 
 
 def application(config: DeployConfig, engine: EngineConfig, server: ServerConfig) -> Application:
-    """Ingress and replicas, for `ray.serve.run`. Raises ValueError or OSError if a file of keys is wrong."""
+    """Ingress and replicas, for `ray.serve.run`.
+
+    Raises ValueError or OSError if a file of keys is wrong or a package is missing.
+    """
     serve = _import_serve()
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
     from mini_sglang.ray_serve.ingress import Ingress
     from mini_sglang.ray_serve.replica import EngineReplica
     from mini_sglang.ray_serve.router import PolicyRouter
-    from mini_sglang.server.run import with_all_keys
+    from mini_sglang.server.run import check_tracing, with_all_keys
 
     number: dict[str, Any] = {"num_replicas": config.replicas}
     if config.max_replicas is not None:
@@ -137,6 +140,7 @@ def application(config: DeployConfig, engine: EngineConfig, server: ServerConfig
         )
         number = {"autoscaling_config": scaling}
     server = with_all_keys(server, os.environ)
+    check_tracing(server)
     replicas = serve.deployment(EngineReplica).options(
         name="replicas",
         **number,

@@ -90,6 +90,7 @@ class EngineReplica:
         if hasattr(self, "_watch"):  # else its engine has not started
             self._watch.cancel()
             await self._engine.close()
+            await self._app.state.context.close()
 
     async def _is_engine_dead(self) -> bool:
         try:
@@ -107,4 +108,5 @@ class EngineReplica:
                 while self._num_running:
                     await asyncio.sleep(0.01)
         await asyncio.sleep(SENDING_S)
+        await self._app.state.context.close()
         os._exit(1)

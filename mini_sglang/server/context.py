@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request
 
@@ -28,6 +28,9 @@ from mini_sglang.server.errors import ApiError
 from mini_sglang.server.intake import RequestPacer
 from mini_sglang.server.metrics import ServerMetrics
 from mini_sglang.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mini_sglang.server.tracing import Tracing
 
 MAX_PROMISES = 1024  # later requests are told when to come, without a promise
 LONGEST_WAIT_S = 60  # clients' libraries obey no longer one
@@ -77,6 +80,7 @@ class ServerContext:
     engine: ServingEngine
     tokenizer: Tokenizer
     config: ServerConfig
+    tracing: Tracing | None = None  # if there is a collector
     jobs: dict[str, list[str]] = field(default_factory=dict)  # running jobs: the engine's request ids by the job's id
     pacer: RequestPacer = field(default_factory=RequestPacer)
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # no new work is taken
@@ -101,6 +105,11 @@ class ServerContext:
     def model_format(self) -> ModelFormat:
         """How the model writes reasoning and tool calls."""
         return ModelFormat.of(self.tokenizer, self.config)
+
+    async def close(self) -> None:
+        """Send the traces that are left, when nothing is served any more."""
+        if self.tracing is not None:
+            await self.tracing.close()
 
     @property
     def model_names(self) -> tuple[str, ...]:
