@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mini_sglang.sampling_params import Json
+from mini_sglang.text.harmony_chats import harmony_messages, is_harmony
 from mini_sglang.text.mistral_chats import is_third_format, third_format_messages, third_format_tools
 from mini_sglang.text.notation import Notation
 from mini_sglang.text.notations import HERMES
@@ -59,6 +60,8 @@ def chat_text(
     """
     if is_third_format(tokenizer.chat_template):
         messages, tools = third_format_messages(messages), third_format_tools(tools)
+    if is_harmony(tokenizer.chat_template):
+        messages = harmony_messages(messages)
     messages = with_plain_tools(messages, tools, form)
     if tools and form.writes_tools:
         arguments["tools"] = tools
@@ -66,6 +69,7 @@ def chat_text(
         messages = [_with_short_ids(message) for message in messages]
     if form.text_arguments:
         messages = [_with_text_arguments(message) for message in messages]
+    messages = [_with_thoughts_by_all_names(message) for message in messages]
     return tokenizer.render_chat_template(messages, **arguments)
 
 
@@ -96,6 +100,13 @@ def _as_text(messages: Iterable[Json], notation: Notation, form: TemplateFormat)
                 rest = {name: value for name, value in message.items() if name != "tool_calls"}
                 message = {**rest, "content": text}
             yield message
+
+
+def _with_thoughts_by_all_names(message: Json) -> Json:
+    """The message with its thoughts under each of the names by which templates read them."""
+    if not (thoughts := message.get("reasoning_content")):
+        return message
+    return {"thinking": thoughts, "reasoning": thoughts, **message}
 
 
 def _with_text_arguments(message: Json) -> Json:

@@ -60,7 +60,7 @@ class AnswerReader:
         self._scanned = 0  # characters of `_held` in which no mark begins
         self._step: Callable[[bool], bool] = self._at_start
         self._has_text = False
-        self._after_call = False
+        self._needs_break = False  # calls leave a gap between two texts
         self._began_thought = False
         self._thought_start = 0
         self._needs_gap = False  # between two thoughts
@@ -147,6 +147,7 @@ class AnswerReader:
             if kind == "thought":
                 return self._open_thought(end)
             self._take(end)
+            self._end_message()
             if kind == "muted":
                 self._step = self._in_muted
                 return True
@@ -171,12 +172,17 @@ class AnswerReader:
         text = self._take(end)
         if text:
             self._announced = None
-        if self._after_call:
+        if self._needs_break:
             text = text.lstrip()
         if text:
-            separator = "\n" if self._after_call and self._has_text else ""  # calls leave a gap between two texts
+            separator = "\n" if self._needs_break and self._has_text else ""
             self._deltas.append(Content(separator + text))
-            self._has_text, self._after_call = True, False
+            self._has_text, self._needs_break = True, False
+
+    def _end_message(self) -> None:
+        """Where an answer is several messages, a gap stands between the texts of two."""
+        if self._has_text and self._thoughts is not None and self._thoughts.anywhere:
+            self._needs_break = True
 
     def _take(self, end: int) -> str:
         """Cut what is held, up to `end`; returns it without what is the prompt's."""
@@ -189,6 +195,7 @@ class AnswerReader:
     # -- thoughts -----------------------------------------------------------------------------------------------------
 
     def _open_thought(self, end: int) -> bool:
+        self._end_message()
         self._thought_start = self._num_read
         self._take(end)
         self._note_thought(self._num_read)
@@ -450,7 +457,7 @@ class AnswerReader:
         if self._announced is not None:
             self._announced = None
             return
-        self._after_call = True
+        self._needs_break = True
         self._is_dropped = self.num_calls == self._max_calls
         if not self._is_dropped:
             call_id = self._call_id or make_call_id(nine_letters=self._calls is not None and self._calls.nine_letters)
