@@ -88,6 +88,14 @@ class Notation:
         return regex.compile("|".join(f"(?:{way})" for way in ways))
 
     @functools.cached_property
+    def named(self) -> regex.Pattern[str] | None:
+        """The beginning of calls up to the name, where that stands in JSON and more comes before the arguments."""
+        before, _, after = self.head.partition("{name}")
+        if not after.startswith('", "'):
+            return None
+        return regex.compile(rf"(?:{_lenient(self.begin)}\s*)?{_lenient(before + '{name}')}\"\s*,")
+
+    @functools.cached_property
     def next(self) -> regex.Pattern[str]:
         """From the end of a call to the arguments of the one after it."""
         ways = [rf"(?:{_lenient(self.separator)}\s*)?{self._head}", *self.also]

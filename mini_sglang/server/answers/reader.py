@@ -131,7 +131,7 @@ class AnswerReader:
             index = found.start()
             mark = self._marks.at(self._held, index, final, self._may_call)
             if mark is None:
-                self._scanned = index + 1
+                self._scanned = self._announce(index) + 1
                 continue
             kind, match = mark
             space = 0 if kind == "dropped" else index - len(self._held[:index].rstrip())
@@ -139,7 +139,7 @@ class AnswerReader:
             self._scanned = space  # where the mark is now
             if match.partial:  # it may become one
                 if kind == "call":
-                    self._announce(match)
+                    self._announce(space)
                 return False
             end = space + len(match.group())
             if kind == "call":
@@ -361,7 +361,6 @@ class AnswerReader:
         pattern = _object_head(self._calls.keys if self._calls is not None else None)
         match = pattern.match(self._held, self._head_end, partial=not final)
         if match is not None and match.partial and len(self._held) - self._head_end < HEAD_LIMIT:
-            self._announce(match)
             return False
         if match is None or match.partial or match["name"] not in self._tools:
             self._step = self._in_call
@@ -418,7 +417,6 @@ class AnswerReader:
         if match is not None and not match.partial and self._may_call(match):
             return self._begin_call(match)
         if match is not None and match.partial and len(self._held) < HEAD_LIMIT:
-            self._announce(match)
             return False
         return self._skip(self._marks.end, final, self._in_text)
 
@@ -440,18 +438,20 @@ class AnswerReader:
         self._step = self._in_text
         return True
 
-    def _announce(self, match: regex.Match[str]) -> None:
-        """Open a call of which all but the beginning of the arguments is there."""
-        name = match.groupdict().get("name")
-        if (
-            self._eager
-            and self._announced is None
-            and name in self._tools
-            and match.end("name") < len(self._held.rstrip())
-        ):
-            self._call_id = self._written_id(match.groupdict())
-            self._open_call(name or "")
-            self._announced = name
+    def _announce(self, index: int) -> int:
+        """Open the call at `index` of what is held if all but its arguments is there, whether or not those will come.
+        Returns the index, which moves where text before the call has been given out."""
+        if not self._eager or self._calls is None or self._calls.named is None or self._announced is not None:
+            return index
+        match = self._calls.named.match(self._held, index)
+        if match is None or match["name"] not in self._tools:
+            return index
+        space = index - len(self._held[:index].rstrip())
+        self._give_text(index - space)
+        self._call_id = self._written_id(match.groupdict())
+        self._open_call(match["name"])
+        self._announced = match["name"]
+        return space
 
     def _open_call(self, name: str) -> None:
         if self._announced is not None:
