@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from tests.fleet.conversations import run
+from tests.fleet.conversations import ended, run
 from tests.fleet.router import routed
 from tests.tiny import RunningServer, run_server
 
@@ -44,15 +44,33 @@ def four_streams(client: openai.OpenAI, max_tokens: int) -> list[Any]:
 def test_conversations_stay_where_their_prefixes_are(tmp_path: Path) -> None:
     pages = ("--num-pages", str(PAGES))
     with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "--policy", "cache_aware") as url:
-        aware = run(url, servers)
+        aware = run(url, servers, rotated=True)
     with two_servers(tmp_path, *pages) as servers, routed(tmp_path / "log", servers, "--policy", "round_robin") as url:
-        blind = run(url, servers)
+        blind = run(url, servers, rotated=True)
     with run_server(tmp_path / "joint", "--num-pages", str(2 * PAGES)) as server:
-        joint = run(server.url, [server])
+        joint = run(server.url, [server], rotated=True)
     print(f"\ncache_aware {aware}\nround_robin {blind}\none server {joint}")
     assert aware.computed <= 1.15 * joint.computed
     assert aware.cached >= 1.8 * blind.cached
     assert max(aware.per_server) <= 1.3 * min(aware.per_server)
+
+
+def test_a_hot_prefix_does_not_overload_a_server(tmp_path: Path) -> None:
+    hot = "All of these requests begin with the same long paragraph about a robot by the sea. " * 6
+    options = ("--policy", "cache_aware", "--balance-abs-threshold", "4", "--balance-rel-threshold", "1.25")
+
+    def ask(number: int) -> None:
+        prompt = f"{hot} Question {number}" if number % 5 else f"{number} comes alone " * 20
+        body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
+
+    with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, *options) as url:
+        with ThreadPoolExecutor(16) as threads:
+            [*threads.map(ask, range(160))]
+        load = [ended(server) for server in servers]
+    print(f"\n{load}")
+    assert sum(load) >= 160
+    assert max(load) <= 1.3 * min(load)
 
 
 def test_a_killed_server_takes_only_its_own_streams(tmp_path: Path) -> None:
