@@ -18,12 +18,12 @@ import pytest
 
 from tests.fleet.conversations import ended, run
 from tests.fleet.router import routed
-from tests.tiny import RunningServer, run_server
+from tests.tiny import Checkpoints, RunningServer, run_server
 
 if importlib.util.find_spec("sglang_router") is None:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
 
-PAGES = 460  # of a server; twice as many hold all conversations
+PAGES = 300  # of a server; twice as many hold all conversations
 CHAT: dict[str, Any] = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Tell a story."}]}
 
 
@@ -112,6 +112,36 @@ def test_a_drained_server_loses_no_stream_and_gets_no_request(tmp_path: Path) ->
         assert drained.process.wait(20) == 0
         for _ in range(4):
             assert client.chat.completions.create(**CHAT, max_tokens=2).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("package", ["sglang_router", "smg", "vllm_router"])
+def test_routers_of_its_kind_serve_too(checkpoints: Checkpoints, tmp_path: Path, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    folder = checkpoints.write("llama", max_position_embeddings=4096).path
+    model = ("--model", str(folder), "--served-model-name", CHAT["model"])
+    with (
+        two_servers(tmp_path, *model) as servers,
+        routed(tmp_path / "log", servers, "--policy", "round_robin", package=package) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        body = {**CHAT, "max_tokens": 4, "ignore_eos": True}
+        for _ in range(2):
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        assert [ended(server) for server in servers] == [1, 1]
+        prompt = {"model": CHAT["model"], "prompt": "Once", "max_tokens": 4}
+        assert client.post("/v1/completions", json=prompt).json()["usage"]["completion_tokens"] == 4
+        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
+            assert "data: [DONE]" in [*stream.iter_lines()]
+        too_long = client.post("/v1/completions", json={**prompt, "prompt": "word " * 9000})
+        assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "prompt")
+        for pid in (servers[0].engine_pid, servers[0].process.pid):
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(6):
+            start = time.monotonic()
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+            assert time.monotonic() - start < 5
 
 
 def test_what_servers_refuse_comes_back_as_it_is_and_counts_against_none(tmp_path: Path) -> None:
