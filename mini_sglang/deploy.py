@@ -181,6 +181,7 @@ def application(models: Sequence[ServedModel]) -> Application:
         max_ongoing_requests=MANY,
         graceful_shutdown_timeout_s=max(model.config.drain_timeout_s for model in models),
         graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=1,  # no request is answered between its loss and the next check
     )
     longest = max(model.server.max_body_bytes for model in models)
     return ingress.bind(list(zip(names, replicas, strict=True)), longest)
@@ -253,16 +254,18 @@ def _deploy(options: argparse.Namespace) -> int:
     if options.ray_address is None:
         wanted = sum(model.config.most_replicas * _num_cpus(model.engine) for model in models)
         num_cpus = max(os.cpu_count() or 1, wanted)
+        os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")  # nor while Ray's HTTP proxy is lost
         ray.init(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
     else:
         ray.init(address=options.ray_address)
     serve.start(
+        proxy_location="EveryNode",
         http_options={
             "host": server.host,
             "port": server.port,
             "ssl_certfile": server.ssl_certfile,
             "ssl_keyfile": server.ssl_keyfile,
-        }
+        },
     )
     try:
         serve.run(application(models), name=APP_NAME)

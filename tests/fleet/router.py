@@ -21,9 +21,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def routed(
-    log: Path, workers: Sequence[RunningServer], *options: str, package: str = "sglang_router"
-) -> Iterator[str]:
+def routed(log: Path, workers: Sequence[RunningServer], *options: str, package: str = "sglang_router") -> Iterator[str]:
     """The router's address, once it knows the workers' model."""
     port = free_port()
     command = (

@@ -82,15 +82,18 @@ class Stream:
 
     def _read(self, url: str, number: int) -> None:
         body = {"prompt": f"{number} is the number of this stream", **LONG}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
-            self.replica = answer.headers["x-replica"]
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    self.last = line.removeprefix("data: ")
-                    self.num_events += 1
-        self.ended = time.monotonic()
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+                self.replica = answer.headers["x-replica"]
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        self.last = line.removeprefix("data: ")
+                        self.num_events += 1
+        finally:
+            self.ended = time.monotonic()
 
     def wait(self) -> None:
+        """Until it has ended. Raises httpx.RemoteProtocolError if its connection broke."""
         self._reading.result()
 
 
@@ -187,6 +190,34 @@ def test_what_is_killed_takes_only_its_own_streams(pair: Deployment, victim: str
     until(lambda: not is_alive(engine))
     until(lambda: len(pair.ended()) == 2, limit_s=90)  # it comes back
     assert doomed not in pair.ended()
+
+
+@pytest.mark.parametrize(("victim", "waits"), [("ServeReplica:mini-sglang:ingress", True), ("ProxyActor", False)])
+def test_a_lost_entrance_breaks_its_streams_and_is_there_again(pair: Deployment, victim: str, waits: bool) -> None:
+    """What comes to Ray's proxy meanwhile waits for the ingress; while the proxy is away its port is closed."""
+    with ThreadPoolExecutor(10) as threads:
+        streams = [Stream(threads, pair.url, number) for number in range(4)]
+        until(lambda: all(stream.num_events > 3 for stream in streams), limit_s=30)
+        kill(pair.ray_pid(victim))
+        killed = time.monotonic()
+        new = [threads.submit(complete, pair.url, f"{number}") for number in range(4)]
+        for stream in streams:
+            with pytest.raises(httpx.RemoteProtocolError):
+                stream.wait()
+            assert stream.ended - killed < 5
+        if waits:
+            assert [answer.result().status_code for answer in new] == [200] * 4
+        else:
+            assert all(isinstance(answer.exception(), httpx.TransportError) for answer in new)
+        until(lambda: answers(pair.url), limit_s=30)
+    print(f"\n{victim}: back after {time.monotonic() - killed:.1f} s")
+
+
+def answers(url: str) -> bool:
+    try:
+        return complete(url, "again").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_models_behind_one_address_are_told_apart_by_name(checkpoints: Checkpoints, tmp_path: Path) -> None:

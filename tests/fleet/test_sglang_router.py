@@ -57,7 +57,7 @@ def test_conversations_stay_where_their_prefixes_are(tmp_path: Path) -> None:
 
 def test_a_hot_prefix_does_not_overload_a_server(tmp_path: Path) -> None:
     hot = "All of these requests begin with the same long paragraph about a robot by the sea. " * 6
-    options = ("--policy", "cache_aware", "--balance-abs-threshold", "4", "--balance-rel-threshold", "1.25")
+    options = ("--policy", "cache_aware", "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1")
 
     def ask(number: int) -> None:
         prompt = f"{hot} Question {number}" if number % 5 else f"{number} comes alone " * 20
@@ -66,10 +66,10 @@ def test_a_hot_prefix_does_not_overload_a_server(tmp_path: Path) -> None:
 
     with two_servers(tmp_path) as servers, routed(tmp_path / "log", servers, *options) as url:
         with ThreadPoolExecutor(16) as threads:
-            [*threads.map(ask, range(160))]
+            [*threads.map(ask, range(120))]
         load = [ended(server) for server in servers]
     print(f"\n{load}")
-    assert sum(load) >= 160
+    assert sum(load) >= 120
     assert max(load) <= 1.3 * min(load)
 
 
