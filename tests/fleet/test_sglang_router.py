@@ -23,7 +23,7 @@ from tests.tiny import Checkpoints, RunningServer, run_server
 if importlib.util.find_spec("sglang_router") is None:
     pytest.skip("sglang-router is not installed", allow_module_level=True)
 
-PAGES = 620  # of a server; twice as many hold all conversations
+PAGES = 540  # of a server; twice as many hold all conversations
 CHAT: dict[str, Any] = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Tell a story."}]}
 
 
