@@ -5,6 +5,7 @@ not known. Never a guess: a notation that a template does not show would turn ca
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,7 @@ class TemplateFormat:
     text_arguments: bool = False  # it wants the arguments of calls as JSON text
 
 
+@functools.lru_cache(4)  # a template is rendered several times, and stays the same
 def format_of(tokenizer: Renders) -> TemplateFormat:
     """How the model writes, as its chat template shows.
 
