@@ -98,8 +98,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Lists may grow and shrink, which published templates need; what they hold is counted when it is written."""
-        return (attr in ("append", "pop") and isinstance(obj, list)) or super().is_safe_attribute(obj, attr, value)
+        """Lists of texts may grow and shrink, which published templates need; they are counted when written."""
+        if attr in ("append", "pop") and isinstance(obj, list):
+            return not obj or isinstance(obj[0], str)
+        return bool(super().is_safe_attribute(obj, attr, value))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # names as in jinja2
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
