@@ -16,7 +16,7 @@ from typing import Any
 
 from mini_sglang.sampling_params import Json
 from mini_sglang.text.call_syntax import HERMES, MISTRAL, CallSyntax, knows_tools
-from mini_sglang.text.mistral_chats import is_third_format, third_format_messages, third_format_tools
+from mini_sglang.text.template_forms import in_template_form
 from mini_sglang.text.tokenizer import Tokenizer
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -43,8 +43,7 @@ def render_chat(
     `syntax`: how the model writes calls, if that is known. `arguments` are those of `Tokenizer.apply_chat_template`.
     Raises FieldError as that does.
     """
-    if is_third_format(tokenizer.chat_template):
-        messages, tools = third_format_messages(messages), third_format_tools(tools)
+    messages, tools = in_template_form(tokenizer, messages, tools)
     if not knows_tools(tokenizer.chat_template):
         messages = with_plain_tools(messages, tools, syntax or HERMES)
     elif tools:
