@@ -165,10 +165,10 @@ class ServerConfig:
         None, "file with such keys, unseen by other users; so are those in the environment's MINI_SGLANG_API_KEY"
     )
     cors_origin: tuple[str, ...] = _option((), "web origin whose pages may call the API, * for all; may be repeated")
-    tool_call_parser: Literal["auto", "none", "hermes", "qwen", "llama3", "llama3_json", "mistral"] = _option(
+    tool_call_parser: str = _option(
         "auto", "notation of the model's tool calls; auto: the chat template's; none: tools are refused"
     )
-    reasoning_parser: Literal["auto", "none", "think", "qwen3", "deepseek_r1", "mistral"] = _option(
+    reasoning_parser: str = _option(
         "auto", "markers of the model's reasoning; auto: the chat template's; none: it stays in the answer"
     )
     ssl_certfile: str | None = _option(None, "certificate chain (PEM) to serve HTTPS with")
@@ -182,6 +182,9 @@ class ServerConfig:
     metrics_names: Literal["both", "mini_sglang", "vllm"] = _option(
         "both", "prefix of the names in /metrics: mini_sglang:, or vllm: as vLLM has it, or both"
     )
+    otlp_traces_endpoint: str | None = _option(
+        None, "URL of an OpenTelemetry collector to send spans of requests to, over HTTP; none: no spans"
+    )
     access_log: bool = _option(True, "log a line for each request, without what was asked and answered")
     log_contents: bool = _option(False, "log what is asked and answered, for debugging")
 
@@ -193,9 +196,18 @@ class ServerConfig:
         for origin in self.cors_origin:
             if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ValueError(f"cors_origin must be like https://example.com, without a path, or *, got {origin!r}")
+        if self.otlp_traces_endpoint is not None and not _URL.fullmatch(self.otlp_traces_endpoint):
+            raise ValueError(
+                "otlp_traces_endpoint must be like http://localhost:4318, with nothing secret in it: "
+                "headers come from the environment's OTEL_EXPORTER_OTLP_HEADERS"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
         _check_choices(self)
+        if {self.tool_call_parser, self.reasoning_parser} - {"auto", "none"}:
+            from mini_sglang.text.notations import check_parsers  # which takes time, and is rarely needed
+
+            check_parsers(self.tool_call_parser, self.reasoning_parser)
         for name in ("max_body_bytes", "max_waiting_requests"):
             _at_least(name, getattr(self, name), 1)
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s"):
@@ -222,6 +234,7 @@ _MOST = {
     "num_threads": (1024, "one for each core is the fastest"),
 }
 _ENDPOINT = re.compile(r"tcp://(\*|[^\s:\[\]*]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})|ipc://\S+")
+_URL = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 _DEVICES = ("auto", "cpu", "cuda")
 _GPU_BACKENDS = ("triton", "flashinfer", "flash_attn")
 _BACKENDS = ("auto", "cpu", "reference", *_GPU_BACKENDS)

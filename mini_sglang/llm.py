@@ -22,9 +22,9 @@ from mini_sglang.engine import Engine
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenOutput
 from mini_sglang.sampling_params import MAX_SALT_LENGTH, PRIORITIES, SamplingParams
-from mini_sglang.text.call_syntax import syntax_of
 from mini_sglang.text.conversation import is_list, template_messages, template_tools
 from mini_sglang.text.output_processor import OutputProcessor
+from mini_sglang.text.template_format import format_of
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.text.tool_prompt import render_chat
 from mini_sglang.turns import Turns, signals_deferred
@@ -184,8 +184,8 @@ class LLM:
     def _render(self, messages: Conversation, name: str, template_arguments: Mapping[str, Any]) -> list[int]:
         tools = template_tools(template_arguments.get("tools"), "tools")
         arguments = {key: value for key, value in template_arguments.items() if key != "tools"}
-        syntax = syntax_of(self.tokenizer.chat_template)
-        return render_chat(self.tokenizer, template_messages(messages, name), tools, syntax, **arguments)
+        form = format_of(self.tokenizer)
+        return render_chat(self.tokenizer, template_messages(messages, name), tools, form, **arguments)
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
         if not isinstance(prompt, str):

@@ -63,11 +63,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "mini_sglang.execution.device_sampler": _ON_DEVICE,
     "mini_sglang.text.detokenizer": ("tests/text/test_detokenizer.py",),
     "mini_sglang.text.output_processor": ("tests/text/test_output_processor.py",),
-    "mini_sglang.text.call_syntax": _PROMPTS,
+    "mini_sglang.text.notation": _PROMPTS,
+    "mini_sglang.text.template_format": _PROMPTS,
     "mini_sglang.text.tool_prompt": _PROMPTS,
-    **{
-        f"mini_sglang.server.answers.{name}": _ANSWERS for name in ("deltas", "model_format", "reasoning", "tool_calls")
-    },
+    **{f"mini_sglang.server.answers.{name}": _ANSWERS for name in ("arguments", "deltas", "model_format", "reader")},
 }
 LEAST_CAUGHT = 0.95
 

@@ -8,6 +8,7 @@ shortest way, and in a grammar of something else than JSON there may be none tha
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from llguidance import LLMatcher
 
@@ -28,13 +29,19 @@ class EndingFinder:
         self._in_strings = [_matching(pattern, tokens) for pattern in _IN_STRINGS]
         self._elsewhere = [_matching(pattern, tokens) for pattern in _ELSEWHERE]
 
-    def find(self, matcher: LLMatcher, most: int) -> list[int] | None:
-        """At most `most` tokens that bring the answer to its end, or None. Moves `matcher`; give it a copy."""
+    def find(self, matcher: LLMatcher, most: int, closings: Sequence[list[int]] = ()) -> list[int] | None:
+        """At most `most` tokens that bring the answer to its end, or None. Moves `matcher`; give it a copy.
+
+        `closings`: tokens that end text which stands in no quotes, or the last of several calls.
+        """
         token_ids: list[int] = []
         while not matcher.is_stopped():
-            if len(token_ids) == most:
+            if len(token_ids) >= most:
                 return None
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            if not allowed & self._end and (closing := self._closing(matcher, closings)):
+                token_ids += closing
+                continue
             preferences = self._in_strings if allowed & self._letter else self._elsewhere
             candidates = next(filter(None, (allowed & tokens for tokens in (self._end, *preferences))), allowed)
             if not candidates:
@@ -44,6 +51,17 @@ class EndingFinder:
                 return token_ids
             matcher.consume_token(token_ids[-1])
         return None if matcher.is_error() else token_ids
+
+    def _closing(self, matcher: LLMatcher, closings: Sequence[list[int]]) -> list[int]:
+        """The closing after which no more text may come, which `matcher` then has taken in; empty if there is none."""
+        for closing in closings:
+            trial = matcher.deep_copy()
+            if trial.try_consume_tokens(closing) < len(closing):
+                continue
+            if not int.from_bytes(trial.compute_bitmask(), "little") & self._letter:
+                matcher.consume_tokens(closing)
+                return closing
+        return []
 
 
 def _matching(pattern: bytes, tokens: list[bytes]) -> int:

@@ -11,19 +11,18 @@ import random
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from mini_sglang.errors import FieldError, shorten
+from mini_sglang.errors import FieldError
 from mini_sglang.grammar.closing import EndingFinder
 from mini_sglang.grammar.digits import DigitLimit, NumberBound
+from mini_sglang.grammar.lark import ANY_TEXT, answer_entry, lark_string, refusal
 from mini_sglang.grammar.schema import SchemaError, bytes_alone, followable, parameter_problem
 from mini_sglang.sampling_params import Json, SamplingParams
-from mini_sglang.text.call_syntax import CallSyntax
 
 if TYPE_CHECKING:  # importing transformers takes a second
     from mini_sglang.text.tokenizer import Tokenizer
@@ -44,7 +43,6 @@ _LIMITS = LLParserLimits(
 _TRIALS = 6
 _JSON_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
 _LONGEST_ENDING = 256  # tokens: an ending is looked for from here to the limit
-_ANY_TEXT = r"/(.|\n)*/"
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -69,12 +67,19 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: LLMatcher, field: str, finder: EndingFinder, max_tokens: int, digits: DigitLimit | None = None
+        self,
+        matcher: LLMatcher,
+        field: str,
+        finder: EndingFinder,
+        max_tokens: int,
+        digits: DigitLimit | None = None,
+        closings: Sequence[list[int]] = (),
     ) -> None:
         self._matcher = matcher
         self._field = field
         self._numbers = None if digits is None else NumberBound(digits)
         self._finder = finder
+        self._closings = closings
         self._tokens_left = max_tokens
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
         self._ending_length = 0  # at the latest look
@@ -116,7 +121,7 @@ class Matcher:
             first = rng.randrange(allowed.bit_length())
             ahead = allowed >> first << first
             self.advance((ahead & -ahead).bit_length() - 1)
-        self._finder.find(self._matcher, _LONGEST_ENDING)
+        self._finder.find(self._matcher, _LONGEST_ENDING, self._closings)
         self._check()
 
     def _look_for_ending(self) -> None:
@@ -126,7 +131,7 @@ class Matcher:
         has grown so far from one look to the next.
         """
         room = self._tokens_left - 1  # an answer that ends with its very last token counts as cut off
-        ending = self._finder.find(self._matcher.deep_copy(), room)
+        ending = self._finder.find(self._matcher.deep_copy(), room, self._closings)
         if ending is None:
             self._next_look = -1
             return
@@ -145,7 +150,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise _refusal(self._field, self._matcher.get_error())
+            raise refusal(self._field, self._matcher.get_error())
 
 
 class GrammarCompiler:
@@ -170,7 +175,7 @@ class GrammarCompiler:
         self._finder = EndingFinder(vocabulary.tokens, vocabulary.eos_token_ids)
         self._digits = DigitLimit(vocabulary.tokens)
         self._num_cached = num_cached
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, list[list[int]]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def _greedy(self, text: str) -> list[int]:
@@ -187,13 +192,27 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = self._compile(params, field)
+            compiled = self._compile(params, field), self._closings(params)
             with self._lock:
                 self._compiled[key] = compiled
                 if len(self._compiled) > self._num_cached:
                     self._compiled.popitem(last=False)
         is_json = params.response_format is not None or params.tool_grammar is not None
-        return Matcher(compiled.deep_copy(), field, self._finder, max_tokens, self._digits if is_json else None)
+        matcher, closings = compiled
+        return Matcher(
+            matcher.deep_copy(), field, self._finder, max_tokens, self._digits if is_json else None, closings
+        )
+
+    def _closings(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens that end texts without quotes in this grammar."""
+        closings = [] if params.tool_grammar is None else json.loads(params.tool_grammar)[0].get("closings", [])
+        if params.grammar_after is not None:
+            marker = self._special.get(params.grammar_after.encode(), params.grammar_after)
+            closings = [*closings, [marker]]
+        return [
+            [i for part in parts for i in ([part] if isinstance(part, int) else self._greedy(part))]
+            for parts in closings
+        ]
 
     def check(self, params: SamplingParams) -> None:
         """Raise FieldError if the grammar does not compile, or fails in one of a few answers.
@@ -225,8 +244,8 @@ class GrammarCompiler:
             marker = self._special.get(params.grammar_after.encode())
             lines = [
                 "start: head BETWEEN @answer",
-                f"head[lazy]: ANY {_quoted(params.grammar_after)}" if marker is None else f"head: ANY <[{marker}]>",
-                f"ANY: {_ANY_TEXT}",
+                f"head[lazy]: ANY {lark_string(params.grammar_after)}" if marker is None else f"head: ANY <[{marker}]>",
+                f"ANY: {ANY_TEXT}",
                 r"BETWEEN: /[ \n]{0,4}/",
             ]
             grammars = [{"lark_grammar": "\n".join(lines)}, {**grammars[0], "name": "answer"}, *grammars[1:]]
@@ -276,28 +295,8 @@ def grammar_key(params: SamplingParams) -> bytes:
 
 def _grammars(params: SamplingParams, *, blame: bool = False) -> list[Json]:
     """Entries of llguidance's list of grammars. Raises FieldError; with `blame` for all schemas that cannot be used."""
-    entries = [_answer_entry(params)] if params.tool_grammar is None else json.loads(params.tool_grammar)
+    entries = [answer_entry(params)] if params.tool_grammar is None else json.loads(params.tool_grammar)
     return [_prepared(entry, blame) for entry in entries]
-
-
-def _answer_entry(params: SamplingParams) -> Json:
-    """The form of an answer that is no call: a grammar, or a schema and whether it is strict. For `_prepared`."""
-    if params.response_format is not None:
-        named = params.response_format.get("json_schema", {"schema": {"type": "object"}})
-        return {"json_schema": named["schema"], "strict": bool(named.get("strict"))}
-    if params.regex is not None:
-        if len(params.regex) - len(params.regex.rstrip("\\")) & 1:  # it would escape what comes after the pattern
-            raise FieldError("regex", "cannot be followed: it ends in a backslash that escapes nothing")
-        pattern = regex_to_lark(params.regex, "d")  # \d is 0 to 9, not any digit of Unicode
-        return {"lark_grammar": f"start: ANSWER\nANSWER: /{pattern}/"}
-    if params.choice is not None:
-        return {"lark_grammar": "start: " + " | ".join(map(_spelled, params.choice))}
-    if params.ebnf is None:
-        raise ValueError("the sampling parameters hold no grammar of an answer")
-    try:
-        return {"lark_grammar": any_to_lark(params.ebnf)}
-    except Exception as error:  # the converter raises Exception itself for much of what it does not understand
-        raise _refusal("ebnf", str(error)) from error
 
 
 def _prepared(entry: Json, blame: bool) -> Json:
@@ -308,7 +307,7 @@ def _prepared(entry: Json, blame: bool) -> Json:
         if "field" in entry:  # tried alone, so that an error is not said to be of the tools
             alone = LLMatcher(bytes_alone(), json.dumps({"grammars": [grammar]}), log_level=0, limits=_LIMITS)
             if alone.is_error():
-                raise _refusal(entry["field"], alone.get_error())
+                raise refusal(entry["field"], alone.get_error())
         return {**name, **grammar}
     tool = entry.get("tool")
     try:
@@ -318,7 +317,7 @@ def _prepared(entry: Json, blame: bool) -> Json:
         if tool is None:
             raise FieldError("response_format", f"cannot be followed: {problem}") from None
         raise FieldError("tools", f'cannot be followed: tool "{tool}": {problem}') from None
-    if tool is not None:
+    if tool is not None and not entry.get("is_value"):
         schema = _object_alone(schema)
     return {**name, "json_schema": {**schema, "x-guidance": _JSON_OPTIONS}}
 
@@ -331,101 +330,9 @@ def _object_alone(schema: Json) -> Json:
     return {"type": "object", "allOf": [schema], **({} if definitions is None else {"$defs": definitions})}
 
 
-def _quoted(text: str) -> str:
-    """As a string of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _spelled(text: str) -> str:
-    """Any text, as a regular expression of a Lark grammar: its strings have no escapes for some characters."""
-    return _quoted(text) if text.isprintable() else f"/{''.join(map(_escaped, text))}/"
-
-
-def _escaped(character: str) -> str:
-    return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
-
-
-_TOO_LARGE = re.compile(r"too (many|large|complex)|fuel|limit|items; max|states")
-_NOTHING_FITS = re.compile(r"NoExtension|no tokens? (are )?allowed")
-
-
-def _refusal(field: str, reason: str) -> FieldError:
-    """llguidance's reason in one line, in words where it is about its own workings."""
-    reason = " ".join(reason.replace("<non-verbose/>", "").split())
-    if _TOO_LARGE.search(reason) and "regex parse error" not in reason:
-        return FieldError(field, "cannot be followed: it makes too large a grammar; make it smaller")
-    if _NOTHING_FITS.search(reason):
-        return FieldError(field, "cannot be followed: it leads to where nothing fits")
-    return FieldError(field, f"cannot be followed: {shorten(reason, 300)[1:-1]}")
-
-
-# -- tool calls -------------------------------------------------------------------------------------------------------
-
-
 def check_parameters(schema: Json) -> None:
     """Raise ValueError for a schema of arguments that is malformed or fits no object. Compiles nothing."""
     text = json.dumps(schema)
     problem = parameter_problem(text) if len(text) < 1 << 14 else parameter_problem.__wrapped__(text)  # not kept
     if problem:
         raise ValueError(problem)
-
-
-def tool_call_grammar(
-    functions: Mapping[str, Mapping[str, Any] | None],
-    syntax: CallSyntax,
-    tokenizer: Tokenizer,
-    *,
-    parallel: bool = True,
-    free_text: bool = False,
-    strict: Collection[str] = (),
-    answer: SamplingParams | None = None,
-) -> str:
-    """A grammar of one call, or with `parallel` of one or more, of functions with the schemas of their arguments.
-
-    What no grammar can hold is refused for the functions of `strict`, and left to the model for others. With
-    `free_text` the model may say anything before the first marker, or may say anything and call nothing. With `answer`
-    it calls at once, or says what the grammar of `answer` allows. Markers that are special tokens of the model are
-    those tokens. For `SamplingParams.tool_grammar`. Raises FieldError if there is no function, ValueError if there is
-    no marker that could end the free text.
-    """
-    if not functions:
-        raise FieldError("tools", "must hold at least one function")
-    special = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_token_ids}
-    begin, call_begin, call_end, separator, end = (
-        _marker(text, special)
-        for text in (syntax.begin, syntax.call_begin, syntax.call_end, syntax.separator, syntax.end)
-    )
-    opening = _marker(syntax.begin + syntax.call_begin, special)
-    if free_text and not opening:
-        raise ValueError("free text before a call needs a marker where it ends, and this syntax has none")
-    lines = [f"ANY: {_ANY_TEXT}"] if free_text else []
-    if free_text and opening[0].startswith("<"):
-        opening = ["ANY", *opening]
-    elif free_text:
-        text = json.loads(opening[0])
-        trigger = text.rstrip() or text
-        lines.append(f"head[lazy]: ANY {_quoted(trigger)}")
-        opening = ["head", *_marker(text[len(trigger) :], special), *opening[1:]]
-    more = ["(", *separator, *call_begin, "call", *call_end, ")*"] if parallel else []
-    calls = [*(opening if free_text else [*begin, *call_begin]), "call", *call_end, *more, *end]
-    others = ["| ANY"] if free_text else ["| @text"] if answer is not None else []
-    lines.append(" ".join(["start:", *calls, *others]))
-    lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
-    entries: list[Json] = []
-    for index, (name, schema) in enumerate(functions.items()):
-        before = f'{{"name": {_quoted(name)}, "{syntax.arguments_key}": '
-        lines.append(f"call_{index}: {_quoted(before)} @arguments_{index} {_quoted('}')}")
-        schema = {"type": "object"} if schema is None else schema
-        entries.append({"name": f"arguments_{index}", "json_schema": schema, "strict": name in strict, "tool": name})
-    if answer is not None:
-        entries.append({"name": "text", "field": answer.grammar_field, **_answer_entry(answer)})
-    return json.dumps([{"lark_grammar": "\n".join(lines)}, *entries])
-
-
-def _marker(text: str, special: Mapping[str, int]) -> list[str]:
-    """Symbols of a Lark grammar that spell `text`: strings, and the special tokens among them by id."""
-    found = min(filter(text.__contains__, special), key=lambda token: (text.index(token), -len(token)), default="")
-    if not found:
-        return [_quoted(text)] if text else []
-    before, _, after = text.partition(found)
-    return [*_marker(before, {}), f"<[{special[found]}]>", *_marker(after, special)]

@@ -22,11 +22,12 @@ from starlette.types import Message, Receive, Scope, Send
 from mini_sglang.errors import shorten
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import Json
-from mini_sglang.server.context import ServerContext, context_of
+from mini_sglang.server.context import context_of
 from mini_sglang.server.errors import ApiError, ClientDisconnected, as_api_error
 from mini_sglang.server.generation import Caller, Job, off_loop, run_job
 
 Result = TypeVar("Result")
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # of a job, each with its choice
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 DONE = b"data: [DONE]\n\n"  # the last event of a stream, in the APIs that have one
@@ -75,10 +76,13 @@ async def answer(request: Request, job: Job, answer_format: AnswerFormat, *, str
     """Run the job of a request and answer with its outputs. Raises what `run_job` raises, and ClientDisconnected."""
     context = context_of(request)
     job = dataclasses.replace(job, caller=caller_of(request))
+    choices = run_job(context, job)
+    if context.tracing is not None:
+        choices = context.tracing.watch(request, job, choices)
     if stream:
-        events = _events(context, job, answer_format)
+        events = _events(choices, job, answer_format)
         return EventStream(events, lambda error: b"".join(answer_format.failure(error)), answer_format.ping)
-    outputs = await while_connected(request.receive, _last_outputs(context, job))
+    outputs = await while_connected(request.receive, _last_outputs(choices, job))
     num_logprobs = sum(job.num_logprobs(choice, last.usage.completion_tokens) for choice, last in enumerate(outputs))
     whole = await off_loop(num_logprobs, lambda: _encode_json(answer_format.whole(outputs)))
     return Response(whole, media_type="application/json")
@@ -100,19 +104,19 @@ def caller_of(request: Request) -> Caller:
     return Caller(client, request.state.arrived + timeout_s)
 
 
-async def _last_outputs(context: ServerContext, job: Job) -> list[RequestOutput]:
+async def _last_outputs(choices: Outputs, job: Job) -> list[RequestOutput]:
     """Run a job to its end and return the last output of each choice, which holds the whole answer."""
     last: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
+    async with contextlib.aclosing(choices) as outputs:
         async for choice, output in outputs:
             last[choice] = output
     return [last[choice] for choice in range(job.num_choices)]
 
 
-async def _events(context: ServerContext, job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes, None]:
+async def _events(choices: Outputs, job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes, None]:
     """Run a job and yield the events of its stream. A thread makes the events that hold many log-probabilities."""
     last: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(run_job(context, job)) as outputs:
+    async with contextlib.aclosing(choices) as outputs:
         async for choice, output in outputs:
             is_first = choice not in last
             last[choice] = output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import FastAPI, Request, Security
 from fastapi.responses import JSONResponse
@@ -26,12 +26,15 @@ from mini_sglang.server.responses import routes as responses_routes
 from mini_sglang.server.sglang import routes as sglang_routes
 from mini_sglang.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from mini_sglang.server.tracing import Tracing
+
 
 def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """Make the server around `engine`, which the caller has started and will close."""
     # The framework's own routes for the API's description would be outside the API key, and load scripts from abroad.
     app = FastAPI(title="mini_sglang", version=mini_sglang.__version__, openapi_url=None, redirect_slashes=False)
-    context = app.state.context = ServerContext(engine, tokenizer, config)
+    context = app.state.context = ServerContext(engine, tokenizer, config, _tracing(config))
     install_error_handlers(app)
     guards = [Security(_require_api_key)] if config.api_key else []
     for routes in (openai_routes, responses_routes, anthropic_routes, sglang_routes, native_routes):
@@ -55,6 +58,14 @@ def create_app(engine: ServingEngine, tokenizer: Tokenizer, config: ServerConfig
     app.add_middleware(RequestLog, access=config.access_log, contents=config.log_contents, count=count)
     app.add_middleware(PacingMiddleware, pacer=context.pacer)
     return app
+
+
+def _tracing(config: ServerConfig) -> Tracing | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    from mini_sglang.server.tracing import Tracing  # whose packages are optional
+
+    return Tracing(config.otlp_traces_endpoint)
 
 
 async def _openapi(request: Request) -> JSONResponse:

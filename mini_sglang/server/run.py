@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import importlib
+import importlib.util
 import logging
 import os
 import signal
@@ -46,13 +46,15 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal comes or the engine ends, and return the exit status. Only the main thread gets signals.
 
     Raises OSError if the address is taken. Raises ValueError or OSError if the certificate does not fit its key, the
-    file or the variable of API keys holds none, or no model has this name.
+    file or the variable of API keys holds none, packages that an option needs are not installed, or no model has this
+    name.
     """
     handler = logging.StreamHandler()
     handler.addFilter(RequestIdFilter())
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler])
     server_config = with_all_keys(server_config, os.environ)
     _check_certificate(server_config)
+    check_tracing(server_config)
     with bind(server_config) as listener:  # first: an address in use is known before a model is fetched and loaded
         # Fetched here, not in the event loop: Ctrl-C still stops a long download.
         source = find_model(engine_config)
@@ -126,6 +128,7 @@ async def _serve_engine(engine: AsyncEngine, config: ServerConfig, listener: soc
     if not serving.done():
         return EXIT_INTERRUPTED  # whatever still runs is cancelled with the event loop
     await serving
+    await context.close()
     return EXIT_FAILED if died.done() else 0
 
 
@@ -170,6 +173,18 @@ def _keys_in(place: str, text: str) -> list[str]:
     if not (keys := text.split()):
         raise ValueError(f"{place} must hold an API key, got none; leave it out to serve without keys")
     return keys
+
+
+def check_tracing(config: ServerConfig) -> None:
+    """Raise ValueError if spans are asked for and the packages that make them are not installed."""
+    if config.otlp_traces_endpoint is None:
+        return
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    except ModuleNotFoundError:  # not even what it is part of
+        found = None
+    if found is None:
+        raise ValueError("otlp_traces_endpoint needs OpenTelemetry's packages: pip install 'mini-sglang[otel]'")
 
 
 def _check_certificate(config: ServerConfig) -> None:

@@ -99,7 +99,12 @@ class Tokenizer:
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> list[int]:
+        """Token ids of a chat: what `render_chat_template` writes, encoded without adding special tokens, since the
+        template writes them itself. Raises FieldError as that does."""
+        return self.encode(self.render_chat_template(messages, **arguments), add_special_tokens=False)
+
+    def render_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         /,  # no name that a template's argument could clash with
@@ -107,9 +112,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_kwargs: Any,
-    ) -> list[int]:
-        """Token ids of a chat, rendered by the model's own template and encoded without adding special tokens,
-        since the template writes them itself.
+    ) -> str:
+        """The text of a chat, as the model's own template writes it.
 
         `continue_final_message` leaves the last message open to be continued. `template_kwargs` reach the template
         (`tools`, `documents`, `enable_thinking`, …). Of several templates that named "tool_use" renders chats with
@@ -127,7 +131,7 @@ class Tokenizer:
         try:
             source = self._tokenizer.get_chat_template(None, template_kwargs.get("tools"))
             count_anew()
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -139,7 +143,7 @@ class Tokenizer:
             problem = f"are not accepted by the model's chat template: {str(error)[:_MOST_WORDS]}"
             raise FieldError("messages", problem) from error
         _refuse_surrogates("messages", text)
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which need not be whole characters; empty for an id without a token.

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mini_sglang.sampling_params import Json
-from mini_sglang.text.call_syntax import HERMES, MISTRAL, CallSyntax, knows_tools
-from mini_sglang.text.template_forms import in_template_form
+from mini_sglang.text.mistral_chats import in_mistral_form
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES
+from mini_sglang.text.template_format import TemplateFormat
 from mini_sglang.text.tokenizer import Tokenizer
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -34,56 +36,80 @@ def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Json],
     tools: Sequence[Json],
-    syntax: CallSyntax | None,
+    form: TemplateFormat,
     /,  # no name that a template's argument could clash with
     **arguments: Any,
 ) -> list[int]:
-    """Token ids of a conversation with the tools that it offers, as the model's chat template writes them.
+    """Token ids of a conversation with the tools that it offers. Raises FieldError as `chat_text` does."""
+    return tokenizer.encode(chat_text(tokenizer, messages, tools, form, **arguments), add_special_tokens=False)
 
-    `syntax`: how the model writes calls, if that is known. `arguments` are those of `Tokenizer.apply_chat_template`.
-    Raises FieldError as that does.
+
+def chat_text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Json],
+    tools: Sequence[Json],
+    form: TemplateFormat,
+    /,
+    **arguments: Any,
+) -> str:
+    """A conversation with the tools that it offers, as the model's chat template writes them.
+
+    What the template does not write itself (tools, calls, results) stands in the texts of the messages. `arguments` are
+    those of `Tokenizer.render_chat_template`. Raises FieldError as that does.
     """
-    messages, tools = in_template_form(tokenizer, messages, tools)
-    if not knows_tools(tokenizer.chat_template):
-        messages = with_plain_tools(messages, tools, syntax or HERMES)
-    elif tools:
+    messages, tools = in_mistral_form(tokenizer.chat_template, messages, tools)
+    messages = with_plain_tools(messages, tools, form)
+    if tools and form.writes_tools:
         arguments["tools"] = tools
-    if syntax == MISTRAL:
+    if form.notation is not None and form.notation.nine_letters:
         messages = [_with_short_ids(message) for message in messages]
-    return tokenizer.apply_chat_template(messages, **arguments)
+    if form.text_arguments:
+        messages = [_with_text_arguments(message) for message in messages]
+    return tokenizer.render_chat_template(messages, **arguments)
 
 
-def with_plain_tools(messages: Sequence[Json], tools: Sequence[Json], syntax: CallSyntax) -> list[Json]:
-    """The conversation with tools, calls and results in the texts of its messages."""
-    plain = list(_as_text(messages, syntax))
-    if not tools:
+def with_plain_tools(messages: Sequence[Json], tools: Sequence[Json], form: TemplateFormat) -> list[Json]:
+    """The conversation with what its template does not write of tools, calls and results in the texts of messages."""
+    notation = form.notation or HERMES
+    plain = list(_as_text(messages, notation, form))
+    if not tools or form.writes_tools:
         return plain
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    example = _write_calls([{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}], syntax)
+    example = notation.write([{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}])
     instructions = _INSTRUCTIONS.format(tools=lines, example=example)
     if plain and plain[0]["role"] == "system":
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
     return [{"role": "system", "content": instructions}, *plain]
 
 
-def _as_text(messages: Iterable[Json], syntax: CallSyntax) -> Iterator[Json]:
+def _as_text(messages: Iterable[Json], notation: Notation, form: TemplateFormat) -> Iterator[Json]:
     for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
-        if is_result:  # results of one answer's calls make one message: many templates want roles to alternate
+        if is_result and not form.writes_results:  # those of one answer make one message: many templates alternate
             results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
             yield {"role": "user", "content": "\n".join(results)}
-        else:
-            for message in group:
-                if calls := message.get("tool_calls"):
-                    texts = (message["content"], _write_calls([call["function"] for call in calls], syntax))
-                    message = {"role": message["role"], "content": "\n".join(filter(None, texts))}
-                yield message
+            continue
+        for message in group:
+            if (calls := message.get("tool_calls")) and not form.writes_calls:
+                written = notation.write([{**call["function"], "id": call["id"]} for call in calls])
+                text = "\n".join(filter(None, (message["content"], written)))
+                rest = {name: value for name, value in message.items() if name != "tool_calls"}
+                message = {**rest, "content": text}
+            yield message
 
 
-def _write_calls(functions: Sequence[Json], syntax: CallSyntax) -> str:
-    """Calls, each with `name` and `arguments`, in the notation that the model is told to write."""
-    objects = ({"name": function["name"], syntax.arguments_key: function["arguments"]} for function in functions)
-    calls = (f"{syntax.call_begin}{json.dumps(call, ensure_ascii=False)}{syntax.call_end}" for call in objects)
-    return f"{syntax.begin}{syntax.separator.join(calls)}{syntax.end}"
+def _with_text_arguments(message: Json) -> Json:
+    """The message with the arguments of its calls as JSON text."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = ({**call["function"], "arguments": _json_text(call["function"]["arguments"])} for call in calls)
+    return {
+        **message,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions, strict=True)],
+    }
+
+
+def _json_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_short_ids(message: Json) -> Json:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from mini_sglang.grammar.compiler import GrammarCompiler, tool_call_grammar
+from mini_sglang.grammar.calls import tool_call_grammar
+from mini_sglang.grammar.compiler import GrammarCompiler
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.text.call_syntax import CallSyntax
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES
 from mini_sglang.text.tokenizer import Tokenizer
 
 ADDRESS = {
@@ -30,7 +33,7 @@ FUNCTIONS: dict[str, Any] = {
     },
     "stop": None,
 }
-HERMES = CallSyntax("<tool_call>\n", "\n</tool_call>", separator="\n")
+
 Accepts = Callable[[SamplingParams, str], bool]
 
 
@@ -187,17 +190,23 @@ def test_free_text_may_come_first_and_then_the_grammar_holds(accepts: Accepts) -
         assert not accepts(params, "So it is.")
 
 
+BARE = Notation(names=("bare",), call="{object}", leading=True)
+
+
 @pytest.mark.parametrize(
     ("syntax", "calls"),
     [
         (HERMES, f"<tool_call>\n{CALL}\n</tool_call>§\n<tool_call>\n{CALL}\n</tool_call>§"),
-        (CallSyntax(separator="; "), f"{CALL}§; {CALL}§"),
-        (CallSyntax(begin="[TOOL_CALLS] [", end="]", separator=", "), f"[TOOL_CALLS] [{CALL}§, {CALL}§]"),
-        (CallSyntax(begin="<|im_start|>[", end="]", separator=", "), f"<|im_start|>[{CALL}§, {CALL}§]"),
+        (dataclasses.replace(BARE, separator="; "), f"{CALL}§; {CALL}§"),
+        (
+            dataclasses.replace(BARE, begin="[TOOL_CALLS] [", end="]", separator=", "),
+            f"[TOOL_CALLS] [{CALL}§, {CALL}§]",
+        ),
+        (dataclasses.replace(BARE, begin="<|im_start|>[", end="]", separator=", "), f"<|im_start|>[{CALL}§, {CALL}§]"),
     ],
 )
 def test_calls_follow_their_syntax_and_their_schemas(
-    accepts: Accepts, builtin_tokenizer: Tokenizer, syntax: CallSyntax, calls: str
+    accepts: Accepts, builtin_tokenizer: Tokenizer, syntax: Notation, calls: str
 ) -> None:
     first, second, end = calls.split("§")
     many = SamplingParams(tool_grammar=tool_call_grammar(FUNCTIONS, syntax, builtin_tokenizer))
@@ -218,7 +227,7 @@ def test_text_before_a_call_needs_a_marker(accepts: Accepts, builtin_tokenizer: 
     assert accepts(params, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>")
     assert not accepts(params, "Let me see.\n<tool_call>\nHm.")
     with pytest.raises(ValueError, match="needs a marker"):
-        tool_call_grammar(FUNCTIONS, CallSyntax(), builtin_tokenizer, free_text=True)
+        tool_call_grammar(FUNCTIONS, BARE, builtin_tokenizer, free_text=True)
     with pytest.raises(ValueError, match="at least one function"):
         tool_call_grammar({}, HERMES, builtin_tokenizer)
 

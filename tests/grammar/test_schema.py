@@ -11,12 +11,14 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from mini_sglang.grammar.compiler import GrammarCompiler, check_parameters, tool_call_grammar
+from mini_sglang.grammar.calls import tool_call_grammar
+from mini_sglang.grammar.compiler import GrammarCompiler, check_parameters
 from mini_sglang.grammar.schema import SchemaError, followable
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.text.call_syntax import CallSyntax
+from mini_sglang.text.notation import Notation
 from mini_sglang.text.tokenizer import Tokenizer
 
+BARE = Notation(names=("bare",), call="{object}", leading=True)
 Answers = Callable[..., list[Any]]
 Json = dict[str, Any]
 
@@ -356,7 +358,7 @@ def test_what_no_grammar_holds_is_left_to_the_model_unless_the_schema_is_strict(
 
     def calls(strict: list[str]) -> SamplingParams:
         functions = {"plain": None, "find": within}
-        return SamplingParams(tool_grammar=tool_call_grammar(functions, CallSyntax(), builtin_tokenizer, strict=strict))
+        return SamplingParams(tool_grammar=tool_call_grammar(functions, BARE, builtin_tokenizer, strict=strict))
 
     compiler.check(calls([]))
     with pytest.raises(ValueError, match=rf'^tools cannot be followed: tool "find": property "a\[\]": {keyword}'):
@@ -484,7 +486,7 @@ def test_arguments_are_an_object_whatever_their_schema_says(
     compiler: GrammarCompiler, builtin_tokenizer: Tokenizer
 ) -> None:
     def calls(schema: Json) -> SamplingParams:
-        return SamplingParams(tool_grammar=tool_call_grammar({"f": schema}, CallSyntax(), builtin_tokenizer))
+        return SamplingParams(tool_grammar=tool_call_grammar({"f": schema}, BARE, builtin_tokenizer))
 
     for schema in ({}, {"anyOf": [{"type": "object"}, {"type": "null"}]}, {"$ref": "#/$defs/o", "$defs": {"o": {}}}):
         for text, fits in (('{"name": "f", "arguments": {', True), ('{"name": "f", "arguments": 5', False)):

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_sglang.errors import FieldError
 from mini_sglang.text.conversation import template_messages, template_tools
-from mini_sglang.text.template_forms import in_template_form
+from mini_sglang.text.template_format import format_of
 from mini_sglang.text.tokenizer import Tokenizer
+from mini_sglang.text.tool_prompt import chat_text
 from tests.published import material
 from tests.published.chats import Json
 from tests.published.llama_cpp_cases import Case, Message
@@ -43,20 +44,15 @@ def rendered(tokenizer: Tokenizer, case: Case, messages: list[Message], add_gene
         {"function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters}}
         for tool in case.tools
     ]
-    made, given = in_template_form(
+    return chat_text(
         tokenizer,
         template_messages([as_sent(message) for message in messages], "messages"),
         template_tools(tools, "tools"),
-    )
-    arguments: Json = {"tools": given} if given else {}
-    ids = tokenizer.apply_chat_template(
-        made,
+        format_of(tokenizer),
         add_generation_prompt=add_generation_prompt,
         enable_thinking=case.enable_thinking,
         thinking=case.enable_thinking,
-        **arguments,
     )
-    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 # Templates that want what no chat has: tools under another name, and tools in every chat.

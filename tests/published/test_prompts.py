@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,8 +23,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mini_sglang.errors import FieldError
 from mini_sglang.text.conversation import template_messages, template_tools
-from mini_sglang.text.template_forms import in_template_form
+from mini_sglang.text.template_format import format_of
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.text.tool_prompt import render_chat
 from mini_sglang.weights.gguf_tokenizer import special_tokens, tokenizer_json
 from mini_sglang.weights.hub import ModelSource
 from tests.published import material
@@ -48,15 +49,27 @@ def by_transformers(library: PreTrainedTokenizerFast, chat: Chat, tokenize: bool
         return f"refused: {error}"
 
 
-def by_mini_sglang(tokenizer: Tokenizer, chat: Chat, adapt: bool = True) -> list[int] | str:
-    """The prompt, or the refusal, from what a caller sends, in the form that the template wants if it is to `adapt`."""
-    messages: Sequence[Json] = template_messages(chat.messages, "messages")
-    tools: Sequence[Json] = template_tools(chat.tools, "tools")
-    if adapt:
-        messages, tools = in_template_form(tokenizer, messages, tools)
+def by_mini_sglang(tokenizer: Tokenizer, chat: Chat) -> list[int] | str:
+    """The prompt, or the refusal, from what a caller sends."""
+    return _tokens_or_refusal(
+        lambda: render_chat(tokenizer, *_checked(chat), format_of(tokenizer), **chat.arguments),
+    )
+
+
+def by_the_template_alone(tokenizer: Tokenizer, chat: Chat) -> list[int] | str:
+    """The same, for a template that is given what transformers gives it, in no other form."""
+    messages, tools = _checked(chat)
     given: Json = {"tools": tools} if tools else {}
+    return _tokens_or_refusal(lambda: tokenizer.apply_chat_template(messages, **given, **chat.arguments))
+
+
+def _checked(chat: Chat) -> tuple[list[Json], list[Json]]:
+    return template_messages(chat.messages, "messages"), template_tools(chat.tools, "tools")
+
+
+def _tokens_or_refusal(prompt: Callable[[], list[int]]) -> list[int] | str:
     try:
-        return tokenizer.apply_chat_template(messages, **given, **chat.arguments)
+        return prompt()
     except FieldError as error:
         return str(error).replace("messages are not accepted by the model's chat template", "refused")
 
@@ -86,7 +99,7 @@ class TestTransformers:
         library = AutoTokenizer.from_pretrained(folder)
         tokenizer = load_tokenizer(ModelSource(name, folder, "safetensors"))
         expected = {chat.name: by_transformers(library, chat, tokenize=True) for chat in CHATS}
-        assert {chat.name: by_mini_sglang(tokenizer, chat) for chat in CHATS} == expected
+        assert {chat.name: by_the_template_alone(tokenizer, chat) for chat in CHATS} == expected
         assert sum(isinstance(ids, list) for ids in expected.values()) >= 10
 
     def test_every_published_template(self) -> None:
@@ -98,7 +111,7 @@ class TestTransformers:
             library.chat_template = source
             tokenizer = Tokenizer(library, frozenset())
             for chat in CHATS:
-                ids = by_mini_sglang(tokenizer, chat, adapt=False)
+                ids = by_the_template_alone(tokenizer, chat)
                 found = ids if isinstance(ids, str) else tokenizer.decode(ids, skip_special_tokens=False)
                 expected = by_transformers(library, chat, tokenize=False)
                 if expected == _QUEUES:

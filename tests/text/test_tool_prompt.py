@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 from mini_sglang import LLM, SamplingParams
-from mini_sglang.text.call_syntax import HERMES, LLAMA3, MISTRAL, CallSyntax, knows_tools, syntax_of
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES, LLAMA3, MISTRAL
+from mini_sglang.text.template_format import TemplateFormat, format_of
 from mini_sglang.text.tokenizer import Tokenizer
 from mini_sglang.text.tool_prompt import render_chat, with_plain_tools
 from tests import tiny
@@ -29,51 +31,54 @@ def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
     return Tokenizer(library_tokenizer, tokenizer.eos_token_ids)
 
 
+PLAIN = TemplateFormat(HERMES, None, writes_tools=False, writes_calls=False, writes_results=False)
+
+
 def test_a_conversation_without_tools_is_left_as_it_is() -> None:
-    assert with_plain_tools([QUESTION], [], HERMES) == [QUESTION]
+    assert with_plain_tools([QUESTION], [], PLAIN) == [QUESTION]
 
 
 def test_tools_are_described_ahead_of_the_conversation() -> None:
-    system, question = with_plain_tools([QUESTION], [{"type": "function", "function": {"name": "add"}}], HERMES)
+    system, question = with_plain_tools([QUESTION], [{"type": "function", "function": {"name": "add"}}], PLAIN)
     assert question == QUESTION
     assert system["role"] == "system"
     assert '{"name": "add"}' in system["content"]
 
 
 def test_the_system_message_that_is_there_goes_first() -> None:
-    [system, _] = with_plain_tools([{"role": "system", "content": "Be brief."}, QUESTION], [ADD], HERMES)
+    [system, _] = with_plain_tools([{"role": "system", "content": "Be brief."}, QUESTION], [ADD], PLAIN)
     assert system["content"].startswith("Be brief.\n\n")
 
 
-@pytest.mark.parametrize(("template", "syntax"), [(QWEN, HERMES), (LLAMA, LLAMA3), (MISTRAL_TEMPLATE, MISTRAL)])
-def test_a_template_shows_how_calls_are_written(template: str, syntax: CallSyntax) -> None:
-    assert syntax_of(template) == syntax
-    assert knows_tools(template)
+@pytest.mark.parametrize(("template", "notation"), [(QWEN, HERMES), (LLAMA, LLAMA3), (MISTRAL_TEMPLATE, MISTRAL)])
+def test_a_template_shows_how_calls_are_written(
+    builtin_tokenizer: Tokenizer, template: str, notation: Notation
+) -> None:
+    form = format_of(with_template(builtin_tokenizer, template))
+    assert form.notation == notation
+    assert form.writes_tools
 
 
-def test_calls_as_xml_have_no_syntax_here() -> None:
-    assert syntax_of("{{ tools }}<tool_call><function={{ name }}>") is None
+def test_a_template_without_tools_is_told_of_them_in_hermes(builtin_tokenizer: Tokenizer) -> None:
+    form = format_of(with_template(builtin_tokenizer, "{{ messages }}"))
+    assert form.notation == HERMES
+    assert not form.writes_tools
 
 
-def test_a_template_without_tools_is_told_of_them_in_hermes() -> None:
-    assert syntax_of("{{ messages }}") == HERMES
-    assert not knows_tools("{{ messages }}")
-
-
-def test_a_template_that_knows_tools_and_shows_no_syntax_has_none() -> None:
-    assert syntax_of("{{ tools }}") is None
+def test_a_template_that_knows_tools_and_shows_no_notation_has_none(builtin_tokenizer: Tokenizer) -> None:
+    assert format_of(with_template(builtin_tokenizer, "{{ tools }}")).notation is None
 
 
 def test_the_callers_messages_keep_their_ids(builtin_tokenizer: Tokenizer) -> None:
     messages = [QUESTION, {"role": "tool", "content": "3", "tool_call_id": "call_123456"}]
     tokenizer = with_template(builtin_tokenizer, MISTRAL_TEMPLATE)
-    assert "call_123456" not in tokenizer.decode(render_chat(tokenizer, messages, [], MISTRAL))
+    assert "call_123456" not in tokenizer.decode(render_chat(tokenizer, messages, [], format_of(tokenizer)))
     assert messages[1]["tool_call_id"] == "call_123456"
 
 
 def test_a_templates_argument_may_have_any_name(builtin_tokenizer: Tokenizer) -> None:
     tokenizer = with_template(builtin_tokenizer, "{{ syntax }}")
-    assert tokenizer.decode(render_chat(tokenizer, [QUESTION], [], None, syntax="mine")) == "mine"
+    assert tokenizer.decode(render_chat(tokenizer, [QUESTION], [], format_of(tokenizer), syntax="mine")) == "mine"
 
 
 # -- LLM and server ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ answers may consist of. An `AnswerParser` reads one answer. Knows no HTTP and no
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,51 +15,47 @@ import msgspec
 
 from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
-from mini_sglang.grammar.compiler import tool_call_grammar
+from mini_sglang.grammar.calls import tool_call_grammar
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, Json, SamplingParams
-from mini_sglang.server.answers.deltas import Answer, Content, Delta
-from mini_sglang.server.answers.reasoning import (
-    MISTRAL_THINK,
-    REASONING_PARSERS,
-    THINK,
-    Markers,
-    ReasoningParser,
-    opens_reasoning,
-)
-from mini_sglang.server.answers.tool_calls import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    TOOL_CALL_PARSERS,
-    CallNotation,
-    ToolCallParser,
-)
+from mini_sglang.server.answers.deltas import Answer, Delta
+from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.server.chat import Message, TemplateBody, Tool
-from mini_sglang.text.call_syntax import syntax_of
+from mini_sglang.text.notation import Notation, Thoughts
+from mini_sglang.text.notations import REASONING_PARSERS, TOOL_CALL_PARSERS
+from mini_sglang.text.template_format import TemplateFormat, format_of
 from mini_sglang.text.tokenizer import Tokenizer
 from mini_sglang.text.tool_prompt import render_chat
 
-_TAIL_TOKENS = 16  # of a prompt, among which a template puts the opening marker of reasoning
+_TAIL_TOKENS = 16  # of a prompt, among which a template puts the mark that answers go on from
 
 
 class ModelFormat:
-    """The format of one model. `notation` and `markers` are None for a model without tool calls or reasoning."""
+    """The format of one model. `notation` and `thoughts` are None for a model without tool calls or reasoning."""
 
-    def __init__(self, tokenizer: Tokenizer, notation: CallNotation | None, markers: Markers | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, form: TemplateFormat) -> None:
         self.tokenizer = tokenizer
-        self.notation = notation  # of tool calls
-        self.markers = markers  # of reasoning
+        self.form = form
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> ModelFormat:
         """The format that the options name or, where they say auto, the chat template shows."""
-        template, tool_calls, reasoning = tokenizer.chat_template, config.tool_call_parser, config.reasoning_parser
-        return cls(
-            tokenizer,
-            _notation_of(template) if tool_calls == "auto" else TOOL_CALL_PARSERS.get(tool_calls),
-            _markers_of(template) if reasoning == "auto" else REASONING_PARSERS.get(reasoning),
-        )
+        form, calls, reasoning = format_of(tokenizer), config.tool_call_parser, config.reasoning_parser
+        if calls != "auto":
+            form = dataclasses.replace(form, notation=TOOL_CALL_PARSERS.get(calls))
+        if reasoning != "auto":
+            form = dataclasses.replace(form, thoughts=REASONING_PARSERS.get(reasoning))
+        return cls(tokenizer, form)
+
+    @property
+    def notation(self) -> Notation | None:
+        """Of tool calls."""
+        return self.form.notation
+
+    @property
+    def thoughts(self) -> Thoughts | None:
+        """The markers of reasoning."""
+        return self.form.thoughts
 
     def render(self, messages: Sequence[Message], body: TemplateBody) -> list[int]:
         """The prompt's token ids: the conversation and the offered tools, as the model's chat template writes them.
@@ -75,7 +72,7 @@ class ModelFormat:
             self.tokenizer,
             [message.for_template() for message in messages],
             [tool.for_template() for tool in body.offered_tools],
-            None if self.notation is None else self.notation.syntax,
+            self.form,
             continue_final_message=body.continue_final_message,
             add_generation_prompt=body.adds_generation_prompt,
             **body.template_arguments,
@@ -83,13 +80,14 @@ class ModelFormat:
 
     def rules(self, body: TemplateBody, messages: Sequence[Message], prompt_ids: Sequence[int]) -> AnswerRules:
         """The rules for answers to a prompt that `render` made."""
-        in_reasoning = False
-        if self.markers is not None and body.continue_final_message:
-            in_reasoning = opens_reasoning(messages[-1].content or "", self.markers)
-        elif self.markers is not None:
-            tail = self.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-            in_reasoning = tail.rstrip().endswith(self.markers.opening)
-        return AnswerRules(self, body, in_reasoning)
+        prompt_end = ""
+        tail = self.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        if self.thoughts is not None and body.continue_final_message:
+            prompt_end = self.thoughts.opening if self.thoughts.is_open_in(messages[-1].content or "") else ""
+        elif self.thoughts is not None:
+            prompt_end = self.thoughts.prompt_end(tail)
+        is_closed = self.thoughts is not None and any(tail.rstrip().endswith(text) for text in self.thoughts.closings)
+        return AnswerRules(self, body, prompt_end, may_think=not is_closed and not body.continue_final_message)
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,8 @@ class AnswerRules:
 
     model_format: ModelFormat
     body: TemplateBody
-    in_reasoning: bool  # the prompt has opened the reasoning, which answers go on with
+    prompt_end: str  # the mark that the prompt ends with, from which answers go on
+    may_think: bool  # the prompt has neither opened nor closed the reasoning
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """Let markers be shown as text, and hold calls to a grammar if the request wants that.
@@ -106,32 +105,46 @@ class AnswerRules:
         Where both tools and the form of the answer are given, the model calls, or answers in that form; if it must
         call, it calls. Raises FieldError.
         """
+        thoughts = self.model_format.thoughts
         texts = self._notation.markers if self._notation is not None else ()
-        reasoning = self.model_format.markers
-        texts += (reasoning.opening, reasoning.closing) if reasoning is not None else ()
+        texts += thoughts.markers if thoughts is not None else ()
         ids = map(self.model_format.tokenizer.special_token_id, texts)
-        params = msgspec.structs.replace(params, shown_special_ids=[i for i in ids if i is not None])
+        params = msgspec.structs.replace(params, shown_special_ids=sorted({i for i in ids if i is not None}))
         if self._notation is not None and (self._has_grammar or params.is_constrained):
             params = self._with_calls(params, self._notation)
-        if params.is_constrained and self.in_reasoning and self.model_format.markers is not None:
-            params = msgspec.structs.replace(params, grammar_after=self.model_format.markers.closing)
+        if params.is_constrained and self._is_thinking and thoughts is not None:
+            params = msgspec.structs.replace(params, grammar_after=thoughts.closings[0])
         return params
 
     def parser(self) -> AnswerParser:
         """A parser for one answer."""
-        markers = self.model_format.markers
-        reasoning = None if markers is None else ReasoningParser(markers, inside=self.in_reasoning)
-        if self._notation is None:
-            return AnswerParser(reasoning, None)
-        names = [tool.function.name for tool in self._callable]
-        max_calls = 1 if self.body.parallel_tool_calls is False else None
-        return AnswerParser(
-            reasoning, ToolCallParser(self._notation, names, max_calls=max_calls, eager=self._has_grammar)
+        return AnswerParser(self._reader(eager=True), self._reader(eager=self._has_grammar))
+
+    def _reader(self, *, eager: bool) -> AnswerReader:
+        return AnswerReader(
+            self.model_format.thoughts,
+            self._notation,
+            {tool.function.name: tool.function.parameters for tool in self._callable},
+            prompt_end=self.prompt_end,
+            eager=eager,
+            max_calls=1 if self.body.parallel_tool_calls is False else None,
         )
 
     @property
-    def _notation(self) -> CallNotation | None:
+    def _is_thinking(self) -> bool:
+        """Whether the prompt has opened the reasoning, which answers go on with."""
+        thoughts = self.model_format.thoughts
+        return thoughts is not None and bool(self.prompt_end) and self.prompt_end == thoughts.opening.strip()
+
+    @property
+    def _notation(self) -> Notation | None:
         return self.model_format.notation if self.body.offered_tools else None
+
+    @property
+    def _open_thoughts(self) -> Thoughts | None:
+        """How an answer may begin with thoughts, if the prompt has not closed them already."""
+        thoughts = self.model_format.thoughts
+        return thoughts if thoughts is not None and self.may_think else None
 
     @property
     def _callable(self) -> list[Tool]:
@@ -145,22 +158,24 @@ class AnswerRules:
     @property
     def _has_grammar(self) -> bool:
         """Whether a grammar holds calls to the notation. It can do so within free text only behind a marker."""
-        has_marker = self._notation is not None and self._notation.opening is not None
+        has_marker = self._notation is not None and not self._notation.leading
         return self._must_call or (has_marker and any(tool.function.strict for tool in self._callable))
 
-    def _with_calls(self, params: SamplingParams, notation: CallNotation) -> SamplingParams:
+    def _with_calls(self, params: SamplingParams, notation: Notation) -> SamplingParams:
         """The same parameters with a grammar of calls, and of what the answer may be instead."""
         if (size := sum(len(json.dumps(tool.for_template())) for tool in self._callable)) > MAX_GRAMMAR_LENGTH:
             raise FieldError("tools", f"may take at most {MAX_GRAMMAR_LENGTH} bytes as JSON, got {size}")
         answer = params if params.is_constrained and not self._must_call else None
         grammar = tool_call_grammar(
             {tool.function.name: self._schema(tool) for tool in self._callable},
-            notation.syntax,
+            notation,
             self.model_format.tokenizer,
             parallel=self.body.parallel_tool_calls is not False,
             free_text=not self._must_call and answer is None,
             strict=[tool.function.name for tool in self._callable if tool.function.strict],
             answer=answer,
+            prompt_end=self.prompt_end,
+            thoughts=None if self._is_thinking else self._open_thoughts,
         )
         no_other = dict.fromkeys(("response_format", "regex", "ebnf", "choice"))
         return msgspec.structs.replace(params, tool_grammar=grammar, **no_other)
@@ -174,51 +189,41 @@ class AnswerRules:
 
 
 class AnswerParser:
-    """Reads one answer: first the reasoning, then text and calls. A part without a parser counts as text."""
+    """Reads one answer, either in parts with `push` or as a `whole`."""
 
-    def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
-        self._reasoning_tokens: int | None = None  # of reasoning that is over
+    def __init__(self, stream: AnswerReader, whole: AnswerReader) -> None:
+        self._reader = stream
+        self._whole = whole
+        self._counted: list[tuple[tuple[int, int], int]] = []  # thoughts that are over, with their numbers of tokens
 
     def push(self, output: RequestOutput) -> list[Delta]:
         """The deltas that `output` makes certain; with the last output, all that are left."""
-        return self._push(output.text_delta, output.finished)
+        return self._reader.push(output.text_delta, final=output.finished)
 
     def whole(self, output: RequestOutput) -> Answer:
-        """A complete answer: the deltas that `push` would give, joined."""
-        return Answer.of(self._push(output.text, True))
+        """A complete answer. A call that breaks off is text here; in a stream, its beginning has been given out."""
+        self._reader = self._whole
+        return Answer.of(self._reader.push(output.text, final=True))
 
     def reasoning_tokens(self, output: RequestOutput) -> int:
         """The number of reasoning tokens, markers included. `output`: the latest that was read."""
-        if self._reasoning is None or not self._reasoning.reasoning_characters:
-            return 0
-        if self._reasoning.in_reasoning:
+        spans = self._reader.reasoning_spans
+        if len(spans) == 1 and spans[0][0] == 0 and self._reader.in_reasoning:
             return output.usage.completion_tokens
-        if self._reasoning_tokens is None:  # once: it takes time in proportion to the reasoning
-            self._reasoning_tokens = output.num_tokens_of_text(self._reasoning.reasoning_characters)
-        return self._reasoning_tokens
+        over = spans[:-1] if self._reader.in_reasoning else spans
+        for span in over[len(self._counted) :]:  # once: it takes time in proportion to the text
+            self._counted.append((span, self._tokens_of(output, span)))
+        current = 0
+        if self._reader.in_reasoning and spans:
+            current = output.usage.completion_tokens - output.num_tokens_of_text(spans[-1][0])
+        return sum(count for _, count in self._counted) + current
+
+    @staticmethod
+    def _tokens_of(output: RequestOutput, span: tuple[int, int]) -> int:
+        before = output.num_tokens_of_text(span[0]) if span[0] else 0
+        return output.num_tokens_of_text(span[1]) - before
 
     @property
     def has_calls(self) -> bool:
         """Whether the answer has called a tool so far."""
-        return self._calls is not None and self._calls.num_calls > 0
-
-    def _push(self, text: str, final: bool) -> list[Delta]:
-        deltas: list[Delta] = [Content(text)] if text else []
-        if self._reasoning is not None:
-            deltas = self._reasoning.push(text, final=final)
-        if self._calls is None:
-            return deltas
-        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        reasoning = [delta for delta in deltas if not isinstance(delta, Content)]
-        return reasoning + self._calls.push(content, final=final)
-
-
-def _notation_of(template: str) -> CallNotation | None:
-    syntax = syntax_of(template)
-    return next((notation for notation in (HERMES, LLAMA3, MISTRAL) if notation.syntax == syntax), None)
-
-
-def _markers_of(template: str) -> Markers | None:
-    return THINK if THINK.closing in template else MISTRAL_THINK if MISTRAL_THINK.opening in template else None
+        return self._reader.num_calls > 0

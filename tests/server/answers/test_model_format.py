@@ -13,9 +13,9 @@ from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.outputs import TokenOutput
 from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
 from mini_sglang.server.answers.model_format import AnswerParser, ModelFormat
-from mini_sglang.server.answers.reasoning import REASONING_PARSERS, THINK, ReasoningParser
-from mini_sglang.server.answers.tool_calls import TOOL_CALL_PARSERS
+from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.server.chat import Message, TemplateBody
+from mini_sglang.text.notations import REASONING_PARSERS, THINK, TOOL_CALL_PARSERS
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ def fits(compiler: GrammarCompiler, builtin_tokenizer: Tokenizer) -> Fits:
         form: SamplingParams | None = None,
         **fields: Any,
     ) -> bool:
-        config = ServerConfig(tool_call_parser=parser, reasoning_parser=reasoning)  # type: ignore[arg-type]
+        config = ServerConfig(tool_call_parser=parser, reasoning_parser=reasoning)
         rules = ModelFormat.of(builtin_tokenizer, config).rules(
             TemplateBody(**fields), QUESTION, builtin_tokenizer.encode(prompt)
         )
@@ -129,11 +129,11 @@ def test_reasoning_that_the_prompt_has_opened_comes_before_the_call(fits: Fits) 
 
 def test_every_parser_can_be_named_by_its_option() -> None:
     for name in TOOL_CALL_PARSERS:
-        ServerConfig(tool_call_parser=name)  # type: ignore[arg-type]
+        ServerConfig(tool_call_parser=name)
     for name in REASONING_PARSERS:
-        ServerConfig(reasoning_parser=name)  # type: ignore[arg-type]
+        ServerConfig(reasoning_parser=name)
     with pytest.raises(ValueError, match=r"tool_call_parser must be one of auto, none, hermes"):
-        ServerConfig(tool_call_parser="xml")  # type: ignore[arg-type]
+        ServerConfig(tool_call_parser="xml")
 
 
 def test_with_a_form_for_the_answer_too_the_model_calls_or_answers_in_that_form(
@@ -160,7 +160,7 @@ def test_with_a_form_for_the_answer_too_the_model_calls_or_answers_in_that_form(
 
 def test_reasoning_tokens_are_counted_while_they_come_and_not_beyond(builtin_tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(builtin_tokenizer, "r", 5, SamplingParams())
-    parser = AnswerParser(ReasoningParser(THINK), None)
+    parser = AnswerParser(AnswerReader(THINK, None, {}), AnswerReader(THINK, None, {}))
     counts = []
     for token_id in builtin_tokenizer.encode("<think> one two</think> four five"):
         output = processor.push(TokenOutput(request_id="r", token_ids=[token_id]))

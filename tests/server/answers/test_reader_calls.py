@@ -11,14 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening
-from mini_sglang.server.answers.tool_calls import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    TOOL_CALL_PARSERS,
-    CallNotation,
-    ToolCallParser,
-)
+from mini_sglang.server.answers.reader import AnswerReader
+from mini_sglang.text.notation import Notation
+from mini_sglang.text.notations import HERMES, LLAMA3, MISTRAL, TOOL_CALL_PARSERS
 
 NAMES = ("get_time", "add")
 NOTATIONS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
@@ -31,8 +26,12 @@ def summary(answer: Answer) -> Summary:
     return answer.content, [(call.name, call.text) for call in answer.calls]
 
 
-def parse(notation: CallNotation, *parts: str, **settings: Any) -> Summary:
-    parser = ToolCallParser(notation, NAMES, **settings)
+def reader(notation: Notation, **settings: Any) -> AnswerReader:
+    return AnswerReader(None, notation, dict.fromkeys(NAMES), **settings)
+
+
+def parse(notation: Notation, *parts: str, **settings: Any) -> Summary:
+    parser = reader(notation, **settings)
     deltas = [delta for part in parts for delta in parser.push(part)]
     return summary(Answer.of([*deltas, *parser.push("", final=True)]))
 
@@ -114,7 +113,7 @@ def test_white_space_between_the_ends_of_an_eager_call_is_no_text() -> None:
 
 def test_an_eager_call_is_found_behind_one_of_an_unknown_function() -> None:
     unknown = f"<tool_call>{call('launch')}</tool_call>"
-    parser = ToolCallParser(HERMES, NAMES, eager=True)
+    parser = reader(HERMES, eager=True)
     deltas = parser.push(unknown + HERMES_TIME, final=True)
     assert summary(Answer.of(deltas)) == (unknown, [TIME])
 
@@ -126,16 +125,16 @@ def test_a_call_after_a_broken_one_is_found() -> None:
 
 
 def test_text_is_given_out_as_it_comes() -> None:
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = reader(HERMES)
     assert Answer.of(parser.push("Hello, wor")).content == "Hello, wor"
     assert Answer.of(parser.push("ld. 1 <")).content == "ld. 1"
     assert Answer.of(parser.push(" 2")).content == " < 2"
-    llama = ToolCallParser(LLAMA3, NAMES)
+    llama = reader(LLAMA3)
     assert Answer.of(llama.push("T")).content == "T"
 
 
 def test_a_call_is_given_out_when_its_object_ends() -> None:
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = reader(HERMES)
     assert parser.push("<tool_call>" + call("add", a=1)[:-1]) == []
     opening, arguments = parser.push("}")
     assert isinstance(opening, CallOpening)
@@ -151,8 +150,8 @@ def test_a_call_is_given_out_when_its_object_ends() -> None:
         (MISTRAL, '[TOOL_CALLS]get_time[ARGS]{"zone": "Lima"}'),
     ],
 )
-def test_eager_arguments_come_as_they_are_written(notation: CallNotation, text: str) -> None:
-    parser = ToolCallParser(notation, NAMES, eager=True)
+def test_eager_arguments_come_as_they_are_written(notation: Notation, text: str) -> None:
+    parser = reader(notation, eager=True)
     deltas = [delta for character in text for delta in parser.push(character)]
     arguments = [delta.text for delta in deltas if isinstance(delta, CallArguments)]
     assert len(arguments) == len("".join(arguments))
@@ -169,16 +168,17 @@ def test_calls_beyond_the_most_are_dropped() -> None:
 
 
 def test_ids_are_as_the_apis_and_templates_want_them() -> None:
-    ids = [Answer.of(ToolCallParser(HERMES, NAMES).push(HERMES_TIME)).calls[0].call_id for _ in range(2)]
+    ids = [Answer.of(reader(HERMES).push(HERMES_TIME)).calls[0].call_id for _ in range(2)]
     assert ids[0] != ids[1]
     assert ids[0].startswith("call_")
-    [mistral] = Answer.of(ToolCallParser(MISTRAL, NAMES).push("[TOOL_CALLS]add{}")).calls
+    [mistral] = Answer.of(reader(MISTRAL).push("[TOOL_CALLS]add{}")).calls
     assert len(mistral.call_id) == 9
     assert mistral.call_id.isalnum()
 
 
 FRAGMENTS = [
-    *(notation.opening for notation in NOTATIONS.values() if notation.opening),
+    "<tool_call>",
+    "[TOOL_CALLS]",
     *(text for _, text, _ in WRITTEN),
     *(text for _, text in NO_CALLS if len(text) < 100),
     *(
@@ -231,7 +231,7 @@ def test_no_text_is_lost(text: str, name: str) -> None:
 
 
 def test_a_long_call_costs_time_in_proportion() -> None:
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = reader(HERMES)
     text = "<tool_call>" + call("add", text='{"<\\' * 25_000) + "</tool_call>"
     deltas = [delta for start in range(0, len(text), 4) for delta in parser.push(text[start : start + 4])]
     assert len(Answer.of(deltas).calls[0].text) > 100_000

@@ -9,12 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_sglang.server.answers.deltas import Answer
-from mini_sglang.server.answers.reasoning import MISTRAL_THINK, THINK, ReasoningParser, opens_reasoning
+from mini_sglang.server.answers.reader import AnswerReader
+from mini_sglang.text.notations import MISTRAL_THINK, THINK
+
+
+def reader(*, inside: bool = False) -> AnswerReader:
+    return AnswerReader(THINK, None, {}, prompt_end="<think>" if inside else "")
 
 
 def parse(*parts: str, inside: bool = False) -> tuple[str, str]:
     """(reasoning, content)"""
-    parser = ReasoningParser(THINK, inside=inside)
+    parser = reader(inside=inside)
     deltas = [delta for part in parts for delta in parser.push(part)]
     answer = Answer.of([*deltas, *parser.push("", final=True)])
     return answer.reasoning, answer.content
@@ -45,7 +50,7 @@ def test_reasoning_and_answer(text: str, inside: bool, reasoning: str, content: 
 
 
 def test_reasoning_is_given_out_as_it_comes() -> None:
-    parser = ReasoningParser(THINK)
+    parser = reader()
     assert Answer.of(parser.push("<think>\nTwo a")).reasoning == "Two a"
     assert Answer.of(parser.push("nd <")).reasoning == "nd"
     assert Answer.of(parser.push("two")).reasoning == " <two"
@@ -53,14 +58,14 @@ def test_reasoning_is_given_out_as_it_comes() -> None:
 
 
 def test_the_characters_of_reasoning_are_counted_with_its_markers() -> None:
-    parser = ReasoningParser(THINK)
+    parser = reader()
     for character in "<think>a</think>\n\nb":
         parser.push(character)
     assert parser.reasoning_characters == len("<think>a</think>")
-    none = ReasoningParser(THINK)
+    none = reader()
     none.push("Four.")
     assert none.reasoning_characters == 0
-    cut_off = ReasoningParser(THINK)
+    cut_off = reader()
     cut_off.push("<think>a")
     assert cut_off.in_reasoning
     assert cut_off.reasoning_characters == len("<think>a")
@@ -76,8 +81,8 @@ def test_the_characters_of_reasoning_are_counted_with_its_markers() -> None:
     ],
 )
 def test_a_prompt_may_open_the_reasoning(prompt: str, expected: bool) -> None:
-    assert opens_reasoning(prompt, THINK) is expected
-    assert not opens_reasoning(prompt, MISTRAL_THINK)
+    assert THINK.is_open_in(prompt) is expected
+    assert not MISTRAL_THINK.is_open_in(prompt)
 
 
 FRAGMENTS = ["<think>", "</think>", "<thi", "nk>", "</", " ", "\n", "a", "<", "b c", "é"]

@@ -1,0 +1,156 @@
+"""Finds out how a model writes calls and thoughts: its chat template is rendered with probes, and what it writes for a
+call is compared with what every notation would write. What no notation writes is derived, where that can be done, or
+not known. Never a guess: a notation that a template does not show would turn calls into text.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mini_sglang.errors import FieldError
+from mini_sglang.text.notation import Notation, Thoughts
+from mini_sglang.text.notations import HERMES, NOTATIONS, THOUGHTS
+
+Json = dict[str, Any]
+_QUESTION = {"role": "user", "content": "Which is the question?"}
+_RESULT = "It is the result."
+_NAME = "probe_function"
+_ARGUMENTS = {"first": 5, "second": "two words"}
+_TEXT_ARGUMENTS = '{"first": 5, "second": "two words"}'
+_IDS = ("probe0id9", f"functions.{_NAME}:0")  # as Mistral's templates demand, and as Kimi's models write
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "first": {"type": "integer", "description": "A number."},
+                "second": {"type": "string", "description": "A text."},
+            },
+            "required": ["first", "second"],
+        },
+    },
+}
+
+
+class Renders(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def chat_template(self) -> str: ...
+
+    def render_chat_template(self, messages: Sequence[Json], /, **arguments: Any) -> str: ...
+
+
+@dataclass(frozen=True)
+class TemplateFormat:
+    """What a chat template shows of its model. `notation` is None where it shows one that is not known."""
+
+    notation: Notation | None
+    thoughts: Thoughts | None
+    writes_tools: bool = True  # into the prompt, itself
+    writes_calls: bool = True
+    writes_results: bool = True
+    text_arguments: bool = False  # it wants the arguments of calls as JSON text
+
+
+@functools.lru_cache(4)  # a template is rendered several times, and stays the same
+def format_of(tokenizer: Renders) -> TemplateFormat:
+    """How the model writes, as its chat template shows.
+
+    A model whose template knows neither tools nor calls is told of HERMES in words (text/tool_prompt.py).
+    """
+    template = tokenizer.chat_template
+    thoughts = next((thoughts for thoughts in THOUGHTS if any(text in template for text in thoughts.shown)), None)
+    writes_tools = re.search(r"\btools\b", template) is not None
+    for prompt, text_arguments in _prompts_with_a_call(tokenizer):
+        if notation := _shown_in(prompt) or _derived(prompt):
+            return TemplateFormat(notation, thoughts, writes_tools, True, _RESULT in prompt, text_arguments)
+    notation = next((notation for notation in NOTATIONS if any(text in template for text in notation.shown)), None)
+    if notation is None and not writes_tools:
+        notation = HERMES
+    writes_results = any(_RESULT in prompt for prompt in _prompts_with_a_result(tokenizer))
+    return TemplateFormat(notation, thoughts, writes_tools, False, writes_results)
+
+
+def _shown_in(prompt: str) -> Notation | None:
+    """The notation in which a prompt has the call of the probe."""
+    call = {"name": _NAME, "arguments": _ARGUMENTS, "id": _IDS[0]}
+    for squeezed in (str, _squeezed):  # white space tells some notations apart
+        shown = squeezed(prompt)
+        for notation in NOTATIONS:
+            if squeezed(notation.write([call])) in shown:
+                return notation
+    for notation in NOTATIONS:  # in another way that models write in this notation
+        match = notation.first.search(prompt)
+        if match and match.groupdict().get("name") == _NAME and prompt[match.end() :].startswith(_TEXT_ARGUMENTS):
+            return notation
+    return None
+
+
+def _prompts_with_a_call(tokenizer: Renders) -> Iterator[tuple[str, bool]]:
+    """What follows the question in a conversation with a call, in the ways that templates take it: with the arguments
+    as an object, and as text."""
+    for arguments, call_id in itertools.product((_ARGUMENTS, _TEXT_ARGUMENTS), _IDS):
+        call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        result = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call_id}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for prompt in _rendered(tokenizer, [_QUESTION, answer, result]):
+            # some write the id last, where it says nothing of the notation
+            yield prompt.replace(f', "id": "{call_id}"', ""), arguments is _TEXT_ARGUMENTS
+
+
+def _prompts_with_a_result(tokenizer: Renders) -> Iterator[str]:
+    answer = {"role": "assistant", "content": "Answer"}
+    result = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": _IDS[0]}
+    return _rendered(tokenizer, [_QUESTION, answer, result])
+
+
+def _rendered(tokenizer: Renders, messages: Sequence[Json]) -> Iterator[str]:
+    try:
+        prompt = tokenizer.render_chat_template(messages, tools=[_TOOL])
+    except FieldError:  # not how this template takes it
+        return
+    yield prompt.partition(_QUESTION["content"])[2]
+
+
+def _derived(prompt: str) -> Notation | None:
+    """A notation that writes the name and then JSON, or both as JSON, between marks of its own."""
+    whole = re.compile(
+        r'(?P<before>\S*)\s*\{"name":\s*"'
+        + _NAME
+        + r'",\s*"(?P<key>arguments|parameters)":\s*\{[^{}]*\}\s*\}\s*(?P<after>\S*)'
+    )
+    if (match := whole.search(prompt)) and _is_mark(match["before"]):
+        return Notation(
+            names=("derived",),
+            call=f"{_last_mark(match['before'])}\n{{object}}\n{_first_mark(match['after'])}",
+            separator="\n",
+            keys=("name", match["key"]),
+        )
+    return None
+
+
+def _is_mark(text: str) -> bool:
+    return re.search(r"<[^<>\s]+>$|\[[A-Z_]+\]$", text) is not None
+
+
+def _last_mark(text: str) -> str:
+    marks: list[str] = re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)
+    return marks[-1]
+
+
+def _first_mark(text: str) -> str:
+    found = re.match(r"</[^<>\s]+>|<[^<>\s]*(?:end|END)[^<>\s]*>|\[/[A-Z_]+\]", text)
+    return found.group() if found else ""
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s+", "", text).replace("'", '"')
