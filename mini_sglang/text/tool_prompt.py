@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mini_sglang.sampling_params import Json
-from mini_sglang.text.mistral_chats import is_third_format, third_format_messages, third_format_tools
+from mini_sglang.text.mistral_chats import in_mistral_form
 from mini_sglang.text.notation import Notation
 from mini_sglang.text.notations import HERMES
 from mini_sglang.text.template_format import TemplateFormat
@@ -57,8 +57,7 @@ def chat_text(
     What the template does not write itself (tools, calls, results) stands in the texts of the messages. `arguments` are
     those of `Tokenizer.render_chat_template`. Raises FieldError as that does.
     """
-    if is_third_format(tokenizer.chat_template):
-        messages, tools = third_format_messages(messages), third_format_tools(tools)
+    messages, tools = in_mistral_form(tokenizer.chat_template, messages, tools)
     messages = with_plain_tools(messages, tools, form)
     if tools and form.writes_tools:
         arguments["tools"] = tools
