@@ -20,16 +20,19 @@ from mini_sglang.sampling_params import Json
 from mini_sglang.server.answers.arguments import Arguments, JsonArguments, arguments_of, is_object
 from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta, Reasoning
 from mini_sglang.text.detokenizer import partial_match
-from mini_sglang.text.notation import JSON_BEGINS, Notation, Thoughts
+from mini_sglang.text.notation import Notation, Thoughts
 
-HEAD_LIMIT = 512  # characters from a call's beginning to its arguments
+HEAD_LIMIT = 512  # characters from a call's beginning to its arguments, and from there to their first value
+# An object of which the first value has begun, or that has none.
+_OBJECT_BEGINS = regex.compile(r'\{\s*+(?:\}|"(?:[^"\\]|\\.)*+"\s*+:\s*+["\d\-\[{tfn])')
 
 
 class AnswerReader:
     """Takes the text of one answer and gives its deltas.
 
     With `eager`, the arguments of a call are given out as they are written, and a call that breaks off stays
-    unfinished; without, a call is given out whole, and one that breaks off is text. White space around thoughts and
+    unfinished; with `careful` too, not before the first of them has begun. Without, a call is given out whole, and one
+    that breaks off is text. White space around thoughts and
     calls belongs to neither. Held back are an incomplete mark, and white space before what may be one.
     """
 
@@ -41,6 +44,7 @@ class AnswerReader:
         *,
         prompt_end: str = "",
         eager: bool = False,
+        careful: bool = False,
         max_calls: int | None = None,
     ) -> None:
         """`tools`: the functions that may be called, with the schemas of their arguments. `prompt_end`: the mark that
@@ -51,6 +55,7 @@ class AnswerReader:
         self._calls = calls
         self._tools = tools
         self._eager = eager
+        self._careful = careful
         self._max_calls = max_calls
         self._marks = _Marks(thoughts, calls)
         self._deltas: list[Delta] = []
@@ -298,12 +303,8 @@ class AnswerReader:
         self._arguments = JsonArguments() if is_whole else arguments_of(self._calls, self._tools[self._name or ""])
         if not self._eager:
             self._step = self._in_call
-        elif is_whole:
-            self._step = self._before_arguments
         else:
-            self._open_call(self._name or "")
-            self._take(self._head_end)
-            self._step = self._in_arguments
+            self._step = self._before_arguments
         return True
 
     def _written_id(self, groups: Mapping[str, str | None]) -> str:
@@ -350,16 +351,26 @@ class AnswerReader:
         return name, arguments
 
     def _before_arguments(self, final: bool) -> bool:
-        """In an object whose arguments will be given out as they come, before those."""
-        pattern = _object_head(self._calls.keys if self._calls is not None else None)
-        match = pattern.match(self._held, self._head_end, partial=not final)
-        if match is not None and match.partial and len(self._held) - self._head_end < HEAD_LIMIT:
-            return False
-        if match is None or match.partial or match["name"] not in self._tools:
-            self._step = self._in_call
-            return True
-        self._open_call(match["name"])
-        self._take(match.end())
+        """In a call whose arguments will be given out as they come, before those."""
+        name, start = self._name, self._head_end
+        if name is None:
+            pattern = _object_head(self._calls.keys if self._calls is not None else None)
+            match = pattern.match(self._held, start, partial=not final)
+            if match is not None and match.partial and len(self._held) - start < HEAD_LIMIT:
+                return False
+            if match is None or match.partial or match["name"] not in self._tools:
+                self._step = self._in_call
+                return True
+            name, start = match["name"], match.end()
+        if self._careful and isinstance(self._arguments, JsonArguments):
+            begun = _OBJECT_BEGINS.match(self._held, start, partial=not final)
+            if begun is not None and begun.partial and len(self._held) - start < HEAD_LIMIT:
+                return False
+            if begun is None or begun.partial:
+                self._step = self._in_call
+                return True
+        self._open_call(name)
+        self._take(start)
         self._step = self._in_arguments
         return True
 
@@ -437,6 +448,7 @@ class AnswerReader:
         name = match.groupdict().get("name")
         if (
             self._eager
+            and not self._careful
             and self._announced is None
             and name in self._tools
             and match.end("name") < len(self._held.rstrip())
@@ -528,8 +540,8 @@ def _any_of(characters: Iterable[str]) -> regex.Pattern[str]:
 def _object_head(keys: tuple[str, str] | None) -> regex.Pattern[str]:
     """The beginning of an object that is a call, up to its arguments."""
     if keys is None:
-        return regex.compile(r'\{\s*"(?P<name>[^"\\]+)"\s*:\s*' + JSON_BEGINS)
+        return regex.compile(r'\{\s*"(?P<name>[^"\\]+)"\s*:\s*(?=\{)')
     other = r'"\w++"\s*:\s*(?:"[^"\\]*"|\d++)\s*,\s*'
     arguments = "|".join(dict.fromkeys((keys[1], "arguments", "parameters")))
     name = rf'"{keys[0]}"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
-    return regex.compile(rf'\{{\s*(?:(?!"{keys[0]}"){other})*{name}(?:{other})*"(?:{arguments})"\s*:\s*' + JSON_BEGINS)
+    return regex.compile(rf'\{{\s*(?:(?!"{keys[0]}"){other})*{name}(?:{other})*"(?:{arguments})"\s*:\s*(?=\{{)')
