@@ -30,6 +30,8 @@ _SLOT_PATTERNS = {
     "type": r"(?P<type>\w*+)",
     "string": r"(?P<string>\w*+)",
 }
+# An object of which the first value has begun, or that has none.
+JSON_BEGINS = r"(?=\{\s*+(?:\}|\"(?:[^\"\\]|\\.)*+\"\s*+:\s*+[\"\d\-\[{tfn]))"
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,10 @@ class Notation:
     def _body_begins(self) -> str:
         """What follows must be arguments, at least by their beginning: names in prose are no calls."""
         match self.body:
-            case "object" | "arguments":
+            case "object":
                 return r"(?=\{)"
+            case "arguments":
+                return JSON_BEGINS
             case "parameters":
                 begins = (_SLOT.split(self.parameter)[0], _SLOT.split(self.tail)[0])
                 return "(?=" + "|".join(regex.escape(_solid(text)[0]) for text in begins) + ")"

@@ -6,7 +6,7 @@ of vLLM's and SGLang's --tool-call-parser and --reasoning-parser, where they hav
 
 from __future__ import annotations
 
-from mini_sglang.text.notation import Notation, Thoughts
+from mini_sglang.text.notation import JSON_BEGINS, Notation, Thoughts
 
 HERMES = Notation(
     names=("hermes", "qwen", "qwen25", "qwen3", "mimo", "granite4"),
@@ -255,7 +255,7 @@ MUSE = Notation(
     parameter='<atem:parameter name="{key}">{value}</atem:parameter>\n',
     families="Muse Glimmer",
 )
-_HARMONY_END = r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>\s*(?=\{)"
+_HARMONY_END = r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>\s*" + JSON_BEGINS
 HARMONY = Notation(
     names=("openai", "gpt-oss", "harmony"),
     call="<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
@@ -274,7 +274,7 @@ MISTRAL = Notation(
     call="{object}",
     separator=", ",
     end="]",
-    also=(r"\[TOOL_CALLS\]\s*(?P<name>[\w\-]++)(?:\[CALL_ID\](?P<id>\w*+))?(?:\[ARGS\])?\s*(?=\{)",),
+    also=(r"\[TOOL_CALLS\]\s*(?P<name>[\w\-]++)(?:\[CALL_ID\](?P<id>\w*+))?(?:\[ARGS\])?\s*" + JSON_BEGINS,),
     nine_letters=True,
     shown=("[TOOL_CALLS]",),
     families="Mistral up to v7: Nemo, Large, Small 3",

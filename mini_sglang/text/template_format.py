@@ -70,13 +70,16 @@ def format_of(tokenizer: Renders) -> TemplateFormat:
     template = tokenizer.chat_template
     thoughts = next((thoughts for thoughts in THOUGHTS if any(text in template for text in thoughts.shown)), None)
     writes_tools = re.search(r"\btools\b", template) is not None
+    knows_results = writes_tools or re.search(r"""["']tool["']""", template) is not None
     for prompt, text_arguments in _prompts_with_a_call(tokenizer):
         if notation := _shown_in(prompt) or _derived(prompt):
-            return TemplateFormat(notation, thoughts, writes_tools, True, _RESULT in prompt, text_arguments)
+            return TemplateFormat(
+                notation, thoughts, writes_tools, True, knows_results and _RESULT in prompt, text_arguments
+            )
     notation = next((notation for notation in NOTATIONS if any(text in template for text in notation.shown)), None)
     if notation is None and not writes_tools:
         notation = HERMES
-    writes_results = any(_RESULT in prompt for prompt in _prompts_with_a_result(tokenizer))
+    writes_results = knows_results and any(_RESULT in prompt for prompt in _prompts_with_a_result(tokenizer))
     return TemplateFormat(notation, thoughts, writes_tools, False, writes_results)
 
 

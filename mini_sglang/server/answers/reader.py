@@ -20,7 +20,7 @@ from mini_sglang.sampling_params import Json
 from mini_sglang.server.answers.arguments import Arguments, JsonArguments, arguments_of, is_object
 from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Content, Delta, Reasoning
 from mini_sglang.text.detokenizer import partial_match
-from mini_sglang.text.notation import Notation, Thoughts
+from mini_sglang.text.notation import JSON_BEGINS, Notation, Thoughts
 
 HEAD_LIMIT = 512  # characters from a call's beginning to its arguments
 
@@ -354,7 +354,6 @@ class AnswerReader:
         pattern = _object_head(self._calls.keys if self._calls is not None else None)
         match = pattern.match(self._held, self._head_end, partial=not final)
         if match is not None and match.partial and len(self._held) - self._head_end < HEAD_LIMIT:
-            self._announce(match)
             return False
         if match is None or match.partial or match["name"] not in self._tools:
             self._step = self._in_call
@@ -529,8 +528,8 @@ def _any_of(characters: Iterable[str]) -> regex.Pattern[str]:
 def _object_head(keys: tuple[str, str] | None) -> regex.Pattern[str]:
     """The beginning of an object that is a call, up to its arguments."""
     if keys is None:
-        return regex.compile(r'\{\s*"(?P<name>[^"\\]+)"\s*:\s*(?=\{)')
+        return regex.compile(r'\{\s*"(?P<name>[^"\\]+)"\s*:\s*' + JSON_BEGINS)
     other = r'"\w++"\s*:\s*(?:"[^"\\]*"|\d++)\s*,\s*'
     arguments = "|".join(dict.fromkeys((keys[1], "arguments", "parameters")))
     name = rf'"{keys[0]}"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
-    return regex.compile(rf'\{{\s*(?:(?!"{keys[0]}"){other})*{name}(?:{other})*"(?:{arguments})"\s*:\s*(?=\{{)')
+    return regex.compile(rf'\{{\s*(?:(?!"{keys[0]}"){other})*{name}(?:{other})*"(?:{arguments})"\s*:\s*' + JSON_BEGINS)
