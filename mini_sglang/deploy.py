@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from mini_sglang.config import EngineConfig, ServerConfig
-from mini_sglang.options import FAILED, Commands, Parser, add_command, add_fields, engine_config, from_options
+from mini_sglang.options import FAILED, Commands, Parser, add_command, add_fields, from_options
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -28,6 +29,7 @@ NUM_REQUESTS = 64  # to aim at, where max_running_requests is not given
 
 # Options that are of one process, or of the HTTP server that is Ray's here.
 _ENGINE_LEFT_OUT = {
+    "model",  # of which there may be several
     "nnodes", "node_rank", "dist_init_addr", "step_log", "profile_dir",
     "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "kv_events_buffer_steps",
 }  # fmt: skip
@@ -73,26 +75,67 @@ class DeployConfig:
         return self.max_replicas or self.replicas
 
 
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A model, its replicas and what their servers are set to."""
+
+    config: DeployConfig
+    engine: EngineConfig
+    server: ServerConfig
+
+
 def add_deploy(commands: Commands) -> None:
-    command = add_command(commands, "deploy", "serve a model with several replicas, through Ray Serve", _deploy)
+    command = add_command(commands, "deploy", "serve models with several replicas, through Ray Serve", _deploy)
     help = "cluster to deploy to, and leave; auto: the one this machine is part of; none: start Ray here, until Ctrl-C"
     command.add_argument("--ray-address", metavar="ADDRESS", help=help)
-    add_fields(command, DeployConfig, "replicas")
-    add_fields(command, EngineConfig, "engine", leave_out=_ENGINE_LEFT_OUT)
-    add_fields(command, ServerConfig, "server", leave_out=_SERVER_LEFT_OUT - _HTTP)
+    _add_options(command, http=True)
+
+
+def _add_options(parser: argparse.ArgumentParser, *, http: bool) -> None:
+    """The options of models that are deployed, with `http` those of their address too."""
+    add_fields(parser, DeployConfig, "replicas")
+    help = f"model, as of serve; several share the address and all options (default: {EngineConfig.model})"
+    group = parser.add_argument_group("models")
+    group.add_argument("models", metavar="MODEL", nargs="*", help=help)
+    help = "the same as MODEL; may be repeated"
+    group.add_argument("--model", dest="more_models", action="append", default=[], metavar="TEXT", help=help)
+    add_fields(parser, EngineConfig, "engine of each replica", leave_out=_ENGINE_LEFT_OUT)
+    add_fields(parser, ServerConfig, "server", leave_out=_SERVER_LEFT_OUT - (_HTTP if http else set()))
+
+
+def _served_models(options: argparse.Namespace) -> list[ServedModel]:
+    """Raises ValueError if a value is out of range, or models have no names apart."""
+    config: DeployConfig = from_options(DeployConfig, options)
+    engine: EngineConfig = from_options(EngineConfig, options)
+    server: ServerConfig = from_options(ServerConfig, options)
+    models = options.models + options.more_models or [engine.model]
+    names = [server.served_model_name]
+    if len(models) > 1:
+        names = [(name,) for name in server.served_model_name] or [()] * len(models)
+        if len(names) != len(models):
+            raise ValueError(f"served_model_name must be given once for each of {len(models)} models, got {len(names)}")
+    return [
+        ServedModel(config, engine.replace(model=model), dataclasses.replace(server, served_model_name=of_model))
+        for model, of_model in zip(models, names, strict=True)
+    ]
 
 
 def build_app(args: dict[str, Any]) -> Application:
     """The app, for `serve run mini_sglang.deploy:build_app model=PATH replicas=2` or a configuration file of Ray's.
 
-    `args`: the options of `mini-sglang deploy`, with underscores, that are not of the address. Raises ValueError.
+    `args`: the options of `mini-sglang deploy`, with underscores, that are not of the address. With `models`, a list of
+    such options, each entry is a model with options of its own besides the common ones. Raises ValueError.
     """
-    parser = _Arguments(prog="build_app", allow_abbrev=False)
-    add_fields(parser, DeployConfig, "replicas")
-    add_fields(parser, EngineConfig, "engine", leave_out=_ENGINE_LEFT_OUT)
-    add_fields(parser, ServerConfig, "server", leave_out=_SERVER_LEFT_OUT)
-    options = parser.parse_args(_as_words(args))
-    return application(from_options(DeployConfig, options), engine_config(options), from_options(ServerConfig, options))
+    common = {name: value for name, value in args.items() if name != "models"}
+    entries = args.get("models", [{}])
+    if not isinstance(entries, list) or not all(isinstance(own, dict) for own in entries) or not entries:
+        raise ValueError("models must be a list of objects, each with a model and its options")
+    served = []
+    for own in entries:
+        parser = _Arguments(prog="build_app", allow_abbrev=False)
+        _add_options(parser, http=False)
+        served += _served_models(parser.parse_args(_as_words({**common, **own})))
+    return application(served)
 
 
 class _Arguments(Parser):
@@ -116,19 +159,43 @@ def _as_words(args: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def application(config: DeployConfig, engine: EngineConfig, server: ServerConfig) -> Application:
-    """Ingress and replicas, for `ray.serve.run`.
+def application(models: Sequence[ServedModel]) -> Application:
+    """Ingress and replicas, for `ray.serve.run`; a request that names no model is for the first.
 
-    Raises ValueError or OSError if a file of keys is wrong or a package is missing.
+    Raises ValueError or OSError if a file of keys is wrong, a package is missing, or two models have the same name.
     """
+    serve = _import_serve()
+    from mini_sglang.ray_serve.ingress import Ingress
+    from mini_sglang.server.context import shown_name
+
+    names = [model.server.served_model_name or (shown_name(model.engine.model),) for model in models]
+    every = [name for of_model in names for name in of_model]
+    if len(set(every)) < len(every):
+        raise ValueError(f"served_model_name must tell models apart, got {', '.join(every)}")
+    # the first keeps its name for Ray when it becomes another one, so that the one replaces the other without a gap
+    deployments = ["replicas", *(f"replicas-{re.sub(r'[^A-Za-z0-9_.-]', '-', of_model[0])}" for of_model in names[1:])]
+    replicas = [_replicas(name, model) for name, model in zip(deployments, models, strict=True)]
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        name="ingress",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MANY,
+        graceful_shutdown_timeout_s=max(model.config.drain_timeout_s for model in models),
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=1,  # no request is answered between its loss and the next check
+    )
+    longest = max(model.server.max_body_bytes for model in models)
+    return ingress.bind(list(zip(names, replicas, strict=True)), longest)
+
+
+def _replicas(name: str, model: ServedModel) -> Application:
     serve = _import_serve()
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-    from mini_sglang.ray_serve.ingress import Ingress
     from mini_sglang.ray_serve.replica import EngineReplica
     from mini_sglang.ray_serve.router import PolicyRouter
     from mini_sglang.server.run import check_tracing, with_all_keys
 
+    config, engine = model.config, model.engine
     number: dict[str, Any] = {"num_replicas": config.replicas}
     if config.max_replicas is not None:
         scaling = AutoscalingConfig(
@@ -139,10 +206,10 @@ def application(config: DeployConfig, engine: EngineConfig, server: ServerConfig
             downscale_delay_s=config.downscale_delay_s,
         )
         number = {"autoscaling_config": scaling}
-    server = with_all_keys(server, os.environ)
+    server = with_all_keys(model.server, os.environ)
     check_tracing(server)
     replicas = serve.deployment(EngineReplica).options(
-        name="replicas",
+        name=name,
         **number,
         **_resources(engine),
         max_ongoing_requests=MANY,
@@ -154,14 +221,7 @@ def application(config: DeployConfig, engine: EngineConfig, server: ServerConfig
             request_router_class=PolicyRouter, request_router_kwargs={"policy": config.routing}
         ),
     )
-    ingress = serve.deployment(serve.ingress()(Ingress)).options(
-        name="ingress",
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MANY,
-        graceful_shutdown_timeout_s=config.drain_timeout_s,
-        graceful_shutdown_wait_loop_s=0.5,
-    )
-    return ingress.bind(replicas.bind(engine, server), server.max_body_bytes)
+    return replicas.bind(engine, server)
 
 
 def _resources(engine: EngineConfig) -> dict[str, Any]:
@@ -188,31 +248,35 @@ def _num_cpus(engine: EngineConfig) -> int:
 
 
 def _deploy(options: argparse.Namespace) -> int:
-    config, engine = from_options(DeployConfig, options), engine_config(options)
-    server: ServerConfig = from_options(ServerConfig, options)
+    models = _served_models(options)
+    server = models[0].server  # the address is of all
     serve = _import_serve()
     import ray
 
     if options.ray_address is None:
-        num_cpus = max(os.cpu_count() or 1, config.most_replicas * _num_cpus(engine))
+        wanted = sum(model.config.most_replicas * _num_cpus(model.engine) for model in models)
+        num_cpus = max(os.cpu_count() or 1, wanted)
+        os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")  # nor while Ray's HTTP proxy is lost
         ray.init(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
     else:
         ray.init(address=options.ray_address)
     serve.start(
+        proxy_location="EveryNode",
         http_options={
             "host": server.host,
             "port": server.port,
             "ssl_certfile": server.ssl_certfile,
             "ssl_keyfile": server.ssl_keyfile,
-        }
+        },
     )
     try:
-        serve.run(application(config, engine, server), name=APP_NAME)
+        serve.run(application(models), name=APP_NAME)
     except RuntimeError as error:  # no replica has started, and Ray has logged why
         print(f"mini-sglang: error: {error}", file=sys.stderr)
         return FAILED
     scheme = "http" if server.ssl_certfile is None else "https"
-    print(f"Serving {engine.model} at {scheme}://{server.host}:{server.port}", flush=True)
+    served = ", ".join(model.engine.model for model in models)
+    print(f"Serving {served} at {scheme}://{server.host}:{server.port}", flush=True)
     if options.ray_address is None:
         _wait_for_signal()
         serve.shutdown()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.cli import main
-from mini_sglang.deploy import DeployConfig, _as_words
+from mini_sglang.cli import _build_parser, main
+from mini_sglang.deploy import DeployConfig, _as_words, _served_models
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,21 @@ def test_arguments_may_be_strings_or_have_types() -> None:
     assert _as_words(typed) == [*words, "--served-model-name=a", "--served-model-name=b"]
     strings = {"model": "m", "replicas": "2", "access_log": "false", "deterministic": "true"}
     assert _as_words(strings) == words
+
+
+def served(*words: str) -> list[tuple[str, tuple[str, ...], int]]:
+    models = _served_models(_build_parser().parse_args(["deploy", *words]))
+    return [(model.engine.model, model.server.served_model_name, model.config.replicas) for model in models]
+
+
+def test_several_models_share_the_options_and_get_a_name_each() -> None:
+    assert served() == [("smollm2-135m", (), 1)]
+    assert served("a", "--served-model-name", "b", "--served-model-name", "c") == [("a", ("b", "c"), 1)]
+    assert served("a", "b", "--replicas", "2") == [("a", (), 2), ("b", (), 2)]
+    named = ("--served-model-name", "one", "--served-model-name", "two")
+    assert served("--model", "a", "--model", "a", *named) == [("a", ("one",), 1), ("a", ("two",), 1)]
+    with pytest.raises(ValueError, match="served_model_name must be given once for each of 2 models, got 1"):
+        served("a", "b", "--served-model-name", "one")
 
 
 def test_without_ray_the_command_says_what_to_install(

@@ -156,6 +156,7 @@ ALLOWED: dict[str, set[str]] = {
     "ray_serve.in_process": set(),
     "ray_serve.router": {"ray_serve.in_process", "routing"},
     "ray_serve.combined": set(),
+    "ray_serve.model_choice": {"ray_serve.combined", "ray_serve.in_process"},
     "ray_serve.replica": {
         "config",
         "ipc.async_engine",
@@ -166,11 +167,13 @@ ALLOWED: dict[str, set[str]] = {
     "ray_serve.ingress": {
         "ray_serve.combined",
         "ray_serve.in_process",
+        "ray_serve.model_choice",
         "ray_serve.replica",
         "server.answering",
+        "server.anthropic.format",
         "server.errors",
     },
-    "deploy": {"config", "options", "ray_serve", "server.run"},
+    "deploy": {"config", "options", "ray_serve", "server.context", "server.run"},
     "learn": {"llm", "options", "sampling_params", "weights"},
     "cli": {
         "bench",

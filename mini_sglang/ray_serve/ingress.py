@@ -5,14 +5,20 @@ replica lost while it streams   ──▶ an error as the stream's last event
 replica about to leave          ──▶ the request goes to another one
 POST /drain                     ──▶ 404: Ray drains replicas, and this one address is all of them
 a scrape, an emptied cache      ──▶ all replicas are asked
+a model that there is not       ──▶ 404 that names those there are
 client gone                     ──▶ the call is cancelled, and so is the request in its engine
 
-It looks into no body but through the router, which chooses the replica, and holds no state of a conversation.
+It looks into no body but for the model, where there are several, and through the router, which chooses the replica. It
+holds no state of a conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -21,11 +27,13 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mini_sglang.ray_serve.combined import TO_ALL, WholeAnswer, combine
+from mini_sglang.ray_serve.combined import MODELS, TO_ALL, TO_EACH_MODEL, WholeAnswer, combine
 from mini_sglang.ray_serve.in_process import HttpRequest, read_request
+from mini_sglang.ray_serve.model_choice import model_asked_for
 from mini_sglang.ray_serve.replica import ReplicaLeavingError, RequestLostError
 from mini_sglang.server.answering import event, named_event
-from mini_sglang.server.errors import ApiError, error_response
+from mini_sglang.server.anthropic.format import error_json
+from mini_sglang.server.errors import ApiError, error_response, no_such_model
 
 ELSEWHERE_S = 10.0  # for which another replica is looked for, when the chosen ones are leaving
 AGAIN_S = 0.05
@@ -35,19 +43,36 @@ RESENT_S = 1.0  # a request that was lost sooner after it was sent, with nothing
 class Ingress:
     """Ray makes it, in a process of its own, and asks it for the ASGI app that runs there."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
-        self._app = PassingOn(replicas, max_body_bytes)
+    def __init__(self, models: Sequence[tuple[tuple[str, ...], DeploymentHandle]], max_body_bytes: int) -> None:
+        """`models`: the names of each, and its replicas. A request that names no model is for the first."""
+        known = [_Model(names, replicas, replicas.options(stream=True)) for names, replicas in models]
+        self._app = PassingOn(known, max_body_bytes)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
 
+@dataclass(frozen=True)
+class _Model:
+    names: tuple[str, ...]  # that clients know it by
+    replicas: DeploymentHandle
+    streams: DeploymentHandle  # the same, for answers in parts
+
+    async def ask_all(self, request: HttpRequest) -> list[WholeAnswer]:
+        """What its replicas answer that are alive."""
+        try:
+            answers = await self.replicas.broadcast("answer_whole", request).results_async(return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []
+        return [answer for answer in answers if isinstance(answer, WholeAnswer)]  # not of those that died meanwhile
+
+
 class PassingOn:
     """An ASGI app that passes requests on to the replicas."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
-        self._replicas = replicas
-        self._streams = replicas.options(stream=True)
+    def __init__(self, models: Sequence[_Model], max_body_bytes: int) -> None:
+        self._models = models
+        self._by_name = {name: model for model in models for name in model.names}
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,26 +82,44 @@ class PassingOn:
             request = await read_request(scope, receive, self._max_body_bytes)
             if request is None:
                 return
+            several = len(self._models) > 1
+            name = model_asked_for(request) if several else None
             if request.path == "/drain":
                 message = "Ray drains replicas when it replaces them; this address has no route /drain"
                 await error_response(ApiError(404, message))(scope, receive, send)
             elif (request.method, request.path) in TO_ALL:
                 await (await self._ask_all(request))(scope, receive, send)
+            elif several and (request.method, request.path) in TO_EACH_MODEL:
+                await (await self._ask_each_model(request))(scope, receive, send)
+            elif name is not None and name not in self._by_name:
+                await (await self._refuse(name, request))(scope, receive, send)
             else:
-                await self._pass_on(request, scope, receive, send)
+                model = self._models[0] if name is None else self._by_name[name]
+                await self._pass_on(model, request, scope, receive, send)
 
     async def _ask_all(self, request: HttpRequest) -> Response:
-        """What all replicas that are alive answer, as one."""
-        try:
-            answers = await self._replicas.broadcast("answer_whole", request).results_async(return_exceptions=True)
-        except DeploymentUnavailableError:
-            answers = []
-        whole = [answer for answer in answers if isinstance(answer, WholeAnswer)]  # not of those that died meanwhile
-        if not whole:
-            return error_response(ApiError(503, "no replica is alive", code="replica_lost"))
-        return combine(request.path, whole)
+        """What all replicas of all models answer, as one."""
+        answers = await asyncio.gather(*(model.ask_all(request) for model in self._models))
+        return _combined(request, [answer for of_model in answers for answer in of_model])
 
-    async def _pass_on(self, request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _ask_each_model(self, request: HttpRequest) -> Response:
+        """What the models answer, as one. A model is as well as the best of its replicas."""
+        answers = await asyncio.gather(*(model.ask_all(request) for model in self._models))
+        dead = [model.names[0] for model, of_model in zip(self._models, answers, strict=True) if not of_model]
+        if dead and request.path != MODELS:
+            return error_response(ApiError(503, f"no replica of {dead[0]!r} is alive", code="replica_lost"))
+        return _combined(request, [min(of_model, key=lambda answer: answer.status) for of_model in answers if of_model])
+
+    async def _refuse(self, name: str, request: HttpRequest) -> Response:
+        """Names the models there are, but only to a client that has a key."""
+        listing = dataclasses.replace(request, method="GET", path=MODELS, query=b"", body=b"")
+        response = await self._ask_each_model(listing)
+        if response.status_code != 200:
+            return response
+        error = no_such_model(name, [card["id"] for card in json.loads(bytes(response.body))["data"]])
+        return error_response(error, error_json(error) if "/messages" in request.path else None)
+
+    async def _pass_on(self, model: _Model, request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         deadline = clock() + ELSEWHERE_S
         answer = _Answer(request.path, send)
@@ -85,7 +128,7 @@ class PassingOn:
             while True:
                 sent = clock()
                 try:
-                    await self._stream(request, receive, answer)
+                    await self._stream(model, request, receive, answer)
                     return
                 except ReplicaLeavingError:
                     if clock() > deadline:
@@ -102,9 +145,9 @@ class PassingOn:
         except RayTaskError as error:
             await answer.fail(ApiError(500, f"internal error: {type(error.cause).__name__}"), scope, receive)
 
-    async def _stream(self, request: HttpRequest, receive: Receive, answer: _Answer) -> None:
+    async def _stream(self, model: _Model, request: HttpRequest, receive: Receive, answer: _Answer) -> None:
         """Send what a replica answers; if the client leaves, no more."""
-        batches: Any = self._streams.answer.remote(request)
+        batches: Any = model.streams.answer.remote(request)
         gone = asyncio.create_task(_until_disconnect(receive))
         gone.add_done_callback(lambda _: batches.cancel())
         try:
@@ -117,6 +160,12 @@ class PassingOn:
         finally:
             gone.cancel()
             batches.cancel()
+
+
+def _combined(request: HttpRequest, answers: Sequence[WholeAnswer]) -> Response:
+    if not answers:
+        return error_response(ApiError(503, "no replica is alive", code="replica_lost"))
+    return combine(request.path, answers)
 
 
 class _Answer:

@@ -70,16 +70,17 @@ class EngineReplica:
 
     async def answer_whole(self, request: HttpRequest) -> WholeAnswer | None:
         """The answer to one of the requests that all replicas get; None if the engine is dead."""
-        status, headers, body = 0, {}, b""
+        start: Message = {"status": 500, "headers": []}
+        body = b""
         try:
             async for batch in self.answer(request):
                 for message in batch:
                     if message["type"] == "http.response.start":
-                        status, headers = message["status"], dict(message["headers"])
+                        start = message
                     body += message.get("body", b"")
         except (ReplicaLeavingError, RequestLostError):
             return None
-        return WholeAnswer(self._name, status, headers.get(b"content-type", b"").decode("latin-1"), body)
+        return WholeAnswer(self._name, start["status"], tuple(start["headers"]), body)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError or TimeoutError if the engine does not answer: Ray then replaces the replica."""

@@ -90,7 +90,7 @@ def prompt_of(arguments: list[Any]) -> Prompt:
         return ""
     try:
         body = json.loads(request.body)
-    except ValueError:  # which the replica will tell the client
+    except (ValueError, RecursionError):  # which the replica will tell the client
         return ""
     if not isinstance(body, dict):
         return ""

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 from fastapi import Request
 
 from mini_sglang.config import ServerConfig
-from mini_sglang.errors import shorten
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.scheduler import SchedulerStats
 from mini_sglang.server.answers.model_format import ModelFormat
-from mini_sglang.server.errors import ApiError
+from mini_sglang.server.errors import ApiError, no_such_model
 from mini_sglang.server.intake import RequestPacer
 from mini_sglang.server.metrics import ServerMetrics
 from mini_sglang.text.tokenizer import Tokenizer
@@ -118,9 +117,7 @@ class ServerContext:
 
     @functools.cached_property
     def shown_model(self) -> str:
-        """The model's name, or the last part of the path to it: clients need not know this machine's folders."""
-        path = Path(self.engine.info.model).expanduser()
-        return path.resolve().name if path.is_absolute() or path.exists() else self.engine.info.model
+        return shown_name(self.engine.info.model)
 
     @property
     def model_name(self) -> str:
@@ -133,9 +130,7 @@ class ServerContext:
             return self.model_name
         is_path = name == self.engine.info.model and not self.config.served_model_name
         if name not in self.model_names and not is_path:
-            served = ", ".join(map(repr, self.model_names))
-            message = f"model {shorten(name)} does not exist; this server serves {served}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_such_model(name, self.model_names)
         return name
 
     @contextlib.asynccontextmanager
@@ -180,6 +175,12 @@ class ServerContext:
         self.stopping.set()
         for wait in self.waits:
             wait.reschedule(0)
+
+
+def shown_name(model: str) -> str:
+    """The model's name, or the last part of the path to it: clients need not know this machine's folders."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() else model
 
 
 def context_of(request: Request) -> ServerContext:

@@ -7,7 +7,7 @@ beyond the errors that it raises.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -74,6 +74,12 @@ def invalid(
     """The 400 for a field at fault. `field_names`: the client's names of fields that the engine calls otherwise."""
     error = error.renamed(field_names or {})
     return ApiError(400, str(error), param=error.field, code=code)
+
+
+def no_such_model(name: str, served: Iterable[str]) -> ApiError:
+    """The 404 for a model's name that is none of those served."""
+    message = f"model {shorten(name)} does not exist; this server serves {', '.join(map(repr, served))}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def as_api_error(error: Exception) -> ApiError:

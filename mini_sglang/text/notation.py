@@ -56,6 +56,7 @@ class Notation:
     also: tuple[str, ...] = ()  # other ways to begin a call, as regular expressions up to the body
     leading: bool = False  # an answer that has calls begins with one: nothing marks them among text
     nine_letters: bool = False  # ids have nine letters and digits
+    marks: tuple[str, ...] = ()  # tokens of their own within the texts above, besides what stands in angle brackets
     shown: tuple[str, ...] = ()  # texts in a template that shows this notation in words only
     families: str = ""  # which models write so, for the documentation
 
@@ -165,7 +166,7 @@ class Notation:
         parts = (self.begin, self.head, self.tail, self.end, self.separator, self.parameter)
         ways = (regex.sub(r"\\(.)", r"\1", regex.sub(r"\(\?[^)]*\)|\[[^]]*\]", " ", way)) for way in self.also)
         texts = [text for part in (*parts, *ways) for text in _marks(part)]
-        return tuple(dict.fromkeys([*texts, *(['<|"|>'] if self.body == "dict" else [])]))
+        return tuple(dict.fromkeys([*texts, *self.marks]))
 
     def write(self, calls: Sequence[Json]) -> str:
         """Calls as the model writes them, each with `name` and `arguments`, maybe `id`."""

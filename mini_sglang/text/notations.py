@@ -70,23 +70,24 @@ DEEPSEEK_V31 = Notation(
     end="<｜tool▁calls▁end｜>",
     families="DeepSeek V3.1",
 )
-_DSML = Notation(
+DEEPSEEK_V32 = Notation(
     names=("deepseek_v32", "deepseekv32"),
     begin="<｜DSML｜function_calls>\n",
     call='<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>',
     separator="\n",
     end="\n</｜DSML｜function_calls>",
     parameter='<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>\n',
+    marks=("｜DSML｜",),
     families="DeepSeek V3.2",
 )
-DEEPSEEK_V32 = _DSML
 DEEPSEEK_V4 = Notation(
     names=("deepseek_v4", "deepseekv4"),
     begin="<｜DSML｜tool_calls>\n",
-    call=_DSML.call,
-    separator=_DSML.separator,
+    call=DEEPSEEK_V32.call,
+    separator=DEEPSEEK_V32.separator,
     end="\n</｜DSML｜tool_calls>",
-    parameter=_DSML.parameter,
+    parameter=DEEPSEEK_V32.parameter,
+    marks=DEEPSEEK_V32.marks,
     families="DeepSeek V4",
 )
 KIMI_K2 = Notation(
@@ -136,6 +137,7 @@ MINIMAX_M3 = Notation(
 GEMMA4 = Notation(
     names=("gemma4",),
     call="<|tool_call>call:{name}{{dict}}<tool_call|>",
+    marks=('<|"|>',),
     families="Gemma 4",
 )
 LFM2 = Notation(

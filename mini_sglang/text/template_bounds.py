@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -25,6 +26,7 @@ MOST_SECONDS = 5.0  # of this thread's time
 MOST_CHARACTERS = 1 << 26  # written or joined in one rendering
 MOST_BITS = 4096  # of a number
 MOST_WIDTH = 1 << 16  # that text may be padded or indented to
+_QUEUEING = ("append", "pop")  # what templates such as Kimi K2's do with lists that they made
 
 _spent = threading.local()
 
@@ -32,6 +34,7 @@ _spent = threading.local()
 def count_anew() -> None:
     """Forget what templates of this thread have spent, before the next one is rendered."""
     _spent.rounds = _spent.characters = 0
+    _spent.given = None
     _spent.end = time.thread_time() + MOST_SECONDS
 
 
@@ -98,16 +101,32 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Lists may grow and shrink, which published templates need; what they hold is counted when it is written."""
-        return (attr in ("append", "pop") and isinstance(obj, list)) or super().is_safe_attribute(obj, attr, value)
+        """Safe are these methods of a list too, if it is the template's own: `call` sees to that."""
+        return (type(obj) is list and attr in _QUEUEING) or super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # names as in jinja2
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
-        text = getattr(method, "__self__", None)
-        if not isinstance(text, str):
+        owner = getattr(method, "__self__", None)
+        if type(owner) is list and method.__name__ in _QUEUEING and _is_given(owner, __context):
+            raise SecurityError(f"{method.__name__} of a list that the template was given is unsafe")
+        if not isinstance(owner, str):
             return super().call(__context, __obj, *args, **kwargs)
-        _foresee(method.__name__, text, args, kwargs)
+        _foresee(method.__name__, owner, args, kwargs)
         return _counted(super().call(__context, __obj, *args, **kwargs))
+
+
+def _is_given(wanted: list[Any], context: Any) -> bool:
+    """Whether the list is in what the template was given, at any depth."""
+    given: set[int] | None = getattr(_spent, "given", None)  # identities, of one rendering
+    if given is None:
+        given = _spent.given = set()
+        left = [*context.parent.values()]
+        while left:
+            value = left.pop()
+            if isinstance(value, (list, tuple, dict)) and id(value) not in given:
+                given.add(id(value))
+                left.extend(value.values() if isinstance(value, dict) else value)
+    return id(wanted) in given
 
 
 def _round() -> None:

@@ -5,6 +5,7 @@ not known. Never a guess: a notation that a template does not show would turn ca
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,7 @@ class TemplateFormat:
     text_arguments: bool = False  # it wants the arguments of calls as JSON text
 
 
+@functools.lru_cache(4)  # a template is rendered several times, and stays the same
 def format_of(tokenizer: Renders) -> TemplateFormat:
     """How the model writes, as its chat template shows.
 
@@ -68,13 +70,16 @@ def format_of(tokenizer: Renders) -> TemplateFormat:
     template = tokenizer.chat_template
     thoughts = next((thoughts for thoughts in THOUGHTS if any(text in template for text in thoughts.shown)), None)
     writes_tools = re.search(r"\btools\b", template) is not None
+    knows_results = writes_tools or re.search(r"""["']tool["']""", template) is not None
     for prompt, text_arguments in _prompts_with_a_call(tokenizer):
         if notation := _shown_in(prompt) or _derived(prompt):
-            return TemplateFormat(notation, thoughts, writes_tools, True, _RESULT in prompt, text_arguments)
+            return TemplateFormat(
+                notation, thoughts, writes_tools, True, knows_results and _RESULT in prompt, text_arguments
+            )
     notation = next((notation for notation in NOTATIONS if any(text in template for text in notation.shown)), None)
     if notation is None and not writes_tools:
         notation = HERMES
-    writes_results = any(_RESULT in prompt for prompt in _prompts_with_a_result(tokenizer))
+    writes_results = knows_results and any(_RESULT in prompt for prompt in _prompts_with_a_result(tokenizer))
     return TemplateFormat(notation, thoughts, writes_tools, False, writes_results)
 
 

@@ -27,6 +27,7 @@ from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, t
 from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
 
+Chat = Sequence[Mapping[str, Any]]  # messages
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_WORDS = 500  # characters of what a template says when it refuses
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -99,23 +100,17 @@ class Tokenizer:
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **arguments: Any) -> list[int]:
+    def apply_chat_template(self, chat: Chat, /, **arguments: Any) -> list[int]:
         """Token ids of a chat: what `render_chat_template` writes, encoded without adding special tokens, since the
         template writes them itself. Raises FieldError as that does."""
-        return self.encode(self.render_chat_template(messages, **arguments), add_special_tokens=False)
+        return self.encode(self.render_chat_template(chat, **arguments), add_special_tokens=False)
 
     def render_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,  # no name that a template's argument could clash with
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **template_kwargs: Any,
+        self, chat: Chat, /, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **others: Any
     ) -> str:
-        """The text of a chat, as the model's own template writes it.
+        """The text of a chat, a list of messages, as the model's own template writes it.
 
-        `continue_final_message` leaves the last message open to be continued. `template_kwargs` reach the template
+        `continue_final_message` leaves the last message open to be continued. `others` reach the template
         (`tools`, `documents`, `enable_thinking`, …). Of several templates that named "tool_use" renders chats with
         tools, and "default" the others. A template runs in jinja2's immutable sandbox, and its loops and texts are
         bounded (template_bounds.py).
@@ -124,20 +119,20 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise FieldError("messages", "cannot be rendered: this model has no chat template; send a plain prompt")
-        if not messages:
+        if not chat:
             raise FieldError("messages", "must hold at least one message, got none")
-        if refused := sorted(template_kwargs.keys() & _RESERVED_ARGUMENTS):
+        if refused := sorted(others.keys() & _RESERVED_ARGUMENTS):
             raise FieldError("chat_template_kwargs", f"must not hold {', '.join(refused)}")
         try:
-            source = self._tokenizer.get_chat_template(None, template_kwargs.get("tools"))
+            source = self._tokenizer.get_chat_template(None, others.get("tools"))
             count_anew()
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
+                list(chat),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 chat_template=bounded_source(source),
-                **template_kwargs,
+                **others,
             )
         except Exception as error:  # a template is a program: with some messages it may fail in any way
             problem = f"are not accepted by the model's chat template: {str(error)[:_MOST_WORDS]}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from mini_sglang.sampling_params import Json
 from mini_sglang.text.harmony_chats import harmony_messages, is_harmony
-from mini_sglang.text.mistral_chats import is_third_format, third_format_messages, third_format_tools
+from mini_sglang.text.mistral_chats import in_mistral_form
 from mini_sglang.text.notation import Notation
 from mini_sglang.text.notations import HERMES
 from mini_sglang.text.template_format import TemplateFormat
@@ -58,8 +58,7 @@ def chat_text(
     What the template does not write itself (tools, calls, results) stands in the texts of the messages. `arguments` are
     those of `Tokenizer.render_chat_template`. Raises FieldError as that does.
     """
-    if is_third_format(tokenizer.chat_template):
-        messages, tools = third_format_messages(messages), third_format_tools(tools)
+    messages, tools = in_mistral_form(tokenizer.chat_template, messages, tools)
     if is_harmony(tokenizer.chat_template):
         messages = harmony_messages(messages)
     messages = with_plain_tools(messages, tools, form)

@@ -35,7 +35,7 @@ def run(url: str, servers: Sequence[RunningServer], *, at_once: int = 4, rotated
 
     Raises httpx.HTTPStatusError where a request fails.
     """
-    before = [_ended(server) for server in servers]
+    before = [ended(server) for server in servers]
     conversations = [_opening(number) for number in range(CONVERSATIONS)]
     usages: list[dict[str, Any]] = []
     with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(at_once) as threads:
@@ -43,9 +43,9 @@ def run(url: str, servers: Sequence[RunningServer], *, at_once: int = 4, rotated
             if rotated:
                 conversations.append(conversations.pop(0))
             usages += threads.map(lambda messages, turn=turn: _take_turn(client, messages, turn), conversations)
-    ended = (_ended(server) - count for server, count in zip(servers, before, strict=True))
+    per_server = (ended(server) - count for server, count in zip(servers, before, strict=True))
     cached = sum((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) for usage in usages)
-    return Saved(sum(usage["prompt_tokens"] for usage in usages), cached, tuple(ended))
+    return Saved(sum(usage["prompt_tokens"] for usage in usages), cached, tuple(per_server))
 
 
 def _opening(number: int) -> list[Message]:
@@ -64,6 +64,7 @@ def _take_turn(client: httpx.Client, messages: list[Message], turn: int) -> dict
     return dict(said["usage"])
 
 
-def _ended(server: RunningServer) -> int:
+def ended(server: RunningServer) -> int:
+    """How many requests it has ended."""
     lines = server.get("/metrics").text.splitlines()
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith("mini_sglang:request_success_total"))

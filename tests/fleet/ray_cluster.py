@@ -46,6 +46,12 @@ class Deployment:
             pids[answer.headers["x-replica"]] = int(answer.json()["engine"]["pid"])
         return pids
 
+    def ray_pid(self, title: str) -> int:
+        """The process of Ray's with that title; of a deployment that has started Ray."""
+        titled = [pid for pid in _all_pids() if _title(pid).startswith(f"ray::{title}")]
+        [pid] = [pid for pid in titled if self.process.pid in _ancestors(pid)]
+        return pid
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -78,6 +84,25 @@ def wait_for_greeting(process: subprocess.Popen[bytes], log: Path, limit_s: floa
         assert process.poll() is None, log.read_text(errors="replace")
         assert time.monotonic() < deadline, log.read_text(errors="replace")
         time.sleep(0.1)
+
+
+def _all_pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _title(pid: int) -> str:
+    """What it calls itself, a method that it runs included; nothing if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def _ancestors(pid: int) -> set[int]:
+    found = set()
+    while pid > 1:
+        pid = parent_of(pid)
+        found.add(pid)
+    return found
 
 
 def parent_of(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""SGLang's router in a process of its own, in front of real servers."""
+"""A router in a process of its own, in front of real servers: SGLang's, or one of those that have grown out of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def routed(log: Path, workers: Sequence[RunningServer], *options: str) -> Iterator[str]:
+def routed(log: Path, workers: Sequence[RunningServer], *options: str, package: str = "sglang_router") -> Iterator[str]:
     """The router's address, once it knows the workers' model."""
     port = free_port()
     command = (
-        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
+        *(sys.executable, "-m", f"{package}.launch_router", "--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-port", str(free_port()), "--worker-urls", *(w.url for w in workers)),
         *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
     )

@@ -82,15 +82,18 @@ class Stream:
 
     def _read(self, url: str, number: int) -> None:
         body = {"prompt": f"{number} is the number of this stream", **LONG}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
-            self.replica = answer.headers["x-replica"]
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    self.last = line.removeprefix("data: ")
-                    self.num_events += 1
-        self.ended = time.monotonic()
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+                self.replica = answer.headers["x-replica"]
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        self.last = line.removeprefix("data: ")
+                        self.num_events += 1
+        finally:
+            self.ended = time.monotonic()
 
     def wait(self) -> None:
+        """Until it has ended. Raises httpx.RemoteProtocolError if its connection broke."""
         self._reading.result()
 
 
@@ -187,6 +190,72 @@ def test_what_is_killed_takes_only_its_own_streams(pair: Deployment, victim: str
     until(lambda: not is_alive(engine))
     until(lambda: len(pair.ended()) == 2, limit_s=90)  # it comes back
     assert doomed not in pair.ended()
+
+
+@pytest.mark.parametrize(("victim", "waits"), [("ServeReplica:mini-sglang:ingress", True), ("ProxyActor", False)])
+def test_a_lost_entrance_breaks_its_streams_and_is_there_again(pair: Deployment, victim: str, waits: bool) -> None:
+    """What comes to Ray's proxy meanwhile waits for the ingress; while the proxy is away its port is closed."""
+    with ThreadPoolExecutor(10) as threads:
+        streams = [Stream(threads, pair.url, number) for number in range(4)]
+        until(lambda: all(stream.num_events > 3 for stream in streams), limit_s=30)
+        kill(pair.ray_pid(victim))
+        killed = time.monotonic()
+        new = [threads.submit(complete, pair.url, f"{number}") for number in range(4)]
+        for stream in streams:
+            with pytest.raises(httpx.RemoteProtocolError):
+                stream.wait()
+            assert stream.ended - killed < 5
+        if waits:
+            assert [answer.result().status_code for answer in new] == [200] * 4
+        else:
+            assert all(isinstance(answer.exception(), httpx.TransportError) for answer in new)
+        until(lambda: answers(pair.url), limit_s=30)
+    print(f"\n{victim}: back after {time.monotonic() - killed:.1f} s")
+
+
+def answers(url: str) -> bool:
+    try:
+        return complete(url, "again").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_models_behind_one_address_are_told_apart_by_name(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folders = [str(checkpoints.write("llama", seed=seed).path) for seed in (1, 2)]
+    names = ("--served-model-name", "one", "--served-model-name", "two", "--api-key", "sesame")
+    with (
+        deployed(tmp_path / "log", *names, *folders) as deployment,
+        httpx.Client(base_url=deployment.url, headers={"authorization": "Bearer sesame"}, timeout=60) as client,
+    ):
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["one", "two"]
+        assert client.get("/v1/models/two").json()["id"] == "two"
+        body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answers = {name: client.post("/v1/completions", json={**body, "model": name}) for name in ("one", "two")}
+        texts = {name: answer.json()["choices"][0]["text"] for name, answer in answers.items()}
+        assert [answer.json()["model"] for answer in answers.values()] == ["one", "two"]
+        assert texts["one"] != texts["two"]
+        assert answers["one"].headers["x-replica"] != answers["two"].headers["x-replica"]
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == texts["one"]
+        with client.stream("POST", "/v1/completions", json={**body, "model": "two", "stream": True}) as stream:
+            assert [*stream.iter_lines()][-2:] == ["data: [DONE]", ""]
+        assert [client.get(path).json() for path in ("/health", "/ready")] == [{"status": "ok"}] * 2
+        assert {line.split('model_name="')[1].split('"')[0] for line in samples(client)} == {"one", "two"}
+
+        refused = client.post("/v1/completions", json={**body, "model": "three"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert refused.json()["error"]["message"] == "model 'three' does not exist; this server serves 'one', 'two'"
+        assert client.get("/v1/models/three").status_code == 404
+        message = {"model": "three", "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}]}
+        assert client.post("/v1/messages", json=message).json()["type"] == "error"
+        for path in ("/v1/models", "/v1/models/three"):
+            assert httpx.get(f"{deployment.url}{path}").status_code == 401
+        assert httpx.post(f"{deployment.url}/v1/completions", json={**body, "model": "three"}).status_code == 401
+
+
+def samples(client: httpx.Client) -> list[str]:
+    """Lines of /metrics that say how many requests there were."""
+    lines = client.get("/metrics").text.splitlines()
+    return [line for line in lines if line.startswith("mini_sglang:request_success_total{")]
 
 
 def test_a_new_version_loses_no_stream(model: tuple[str, ...], tmp_path: Path) -> None:

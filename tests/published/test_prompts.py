@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mini_sglang.errors import FieldError
 from mini_sglang.text.conversation import template_messages, template_tools
-from mini_sglang.text.mistral_chats import is_third_format, third_format_messages, third_format_tools
+from mini_sglang.text.template_format import format_of
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
+from mini_sglang.text.tool_prompt import render_chat
 from mini_sglang.weights.gguf_tokenizer import special_tokens, tokenizer_json
 from mini_sglang.weights.hub import ModelSource
 from tests.published import material
@@ -47,16 +49,33 @@ def by_transformers(library: PreTrainedTokenizerFast, chat: Chat, tokenize: bool
         return f"refused: {error}"
 
 
-def by_mini_sglang(tokenizer: Tokenizer, chat: Chat, third_format: bool = False) -> list[int] | str:
+def by_mini_sglang(tokenizer: Tokenizer, chat: Chat) -> list[int] | str:
     """The prompt, or the refusal, from what a caller sends."""
-    messages, tools = template_messages(chat.messages, "messages"), template_tools(chat.tools, "tools")
-    if third_format:
-        messages, tools = third_format_messages(messages), third_format_tools(tools)
+    return _tokens_or_refusal(
+        lambda: render_chat(tokenizer, *_checked(chat), format_of(tokenizer), **chat.arguments),
+    )
+
+
+def by_the_template_alone(tokenizer: Tokenizer, chat: Chat) -> list[int] | str:
+    """The same, for a template that is given what transformers gives it, in no other form."""
+    messages, tools = _checked(chat)
     given: Json = {"tools": tools} if tools else {}
+    return _tokens_or_refusal(lambda: tokenizer.apply_chat_template(messages, **given, **chat.arguments))
+
+
+def _checked(chat: Chat) -> tuple[list[Json], list[Json]]:
+    return template_messages(chat.messages, "messages"), template_tools(chat.tools, "tools")
+
+
+def _tokens_or_refusal(prompt: Callable[[], list[int]]) -> list[int] | str:
     try:
-        return tokenizer.apply_chat_template(messages, **given, **chat.arguments)
+        return prompt()
     except FieldError as error:
         return str(error).replace("messages are not accepted by the model's chat template", "refused")
+
+
+# What transformers says of templates that queue things in a list of their own.
+_QUEUES = "refused: access to attribute 'append' of 'list' object is unsafe."
 
 
 class TestTransformers:
@@ -80,7 +99,7 @@ class TestTransformers:
         library = AutoTokenizer.from_pretrained(folder)
         tokenizer = load_tokenizer(ModelSource(name, folder, "safetensors"))
         expected = {chat.name: by_transformers(library, chat, tokenize=True) for chat in CHATS}
-        assert {chat.name: by_mini_sglang(tokenizer, chat) for chat in CHATS} == expected
+        assert {chat.name: by_the_template_alone(tokenizer, chat) for chat in CHATS} == expected
         assert sum(isinstance(ids, list) for ids in expected.values()) >= 10
 
     def test_every_published_template(self) -> None:
@@ -92,10 +111,14 @@ class TestTransformers:
             library.chat_template = source
             tokenizer = Tokenizer(library, frozenset())
             for chat in CHATS:
-                ids = by_mini_sglang(tokenizer, chat)
+                ids = by_the_template_alone(tokenizer, chat)
                 found = ids if isinstance(ids, str) else tokenizer.decode(ids, skip_special_tokens=False)
                 expected = by_transformers(library, chat, tokenize=False)
-                assert found == expected, (name, chat.name)
+                if expected == _QUEUES:
+                    assert name.startswith("Kimi-K2-")
+                    assert "Return of functions.get_weather:0" in found
+                else:
+                    assert found == expected, (name, chat.name)
                 rendered += isinstance(ids, list)
         assert rendered > 1000
 
@@ -130,14 +153,14 @@ def tekken() -> PreTrainedTokenizerFast:
 
 
 @cache
-def by_mistral(version: str) -> dict[str, list[int] | str]:
+def by_mistral(version: str, thoughts: bool) -> dict[str, list[int] | str]:
     """The prompts of `MISTRAL_CHATS` by mistral-common, or why it takes none."""
     asked = {
         "tekken": str(_tekken()),
         "version": version,
         "special_tokens": _MISTRAL_TOKENS,
         "chats": [
-            {"messages": [_for_mistral(message) for message in chat.messages], "tools": chat.tools}
+            {"messages": [_for_mistral(message, thoughts) for message in chat.messages], "tools": chat.tools}
             for chat in MISTRAL_CHATS
         ],
     }
@@ -155,14 +178,18 @@ def by_mistral(version: str) -> dict[str, list[int] | str]:
     return {chat.name: answer for chat, answer in zip(MISTRAL_CHATS, answers, strict=True)}
 
 
-def _for_mistral(message: Json) -> Json:
-    """The message as mistral-common takes it: arguments as JSON text, and no thoughts."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", [])
-    ]
-    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return {**kept, "tool_calls": calls} if calls else kept
+def _for_mistral(message: Json, thoughts: bool) -> Json:
+    """The message as mistral-common takes it: arguments as JSON text, thoughts as a part of the content or left out."""
+    made = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    if thoughts and "reasoning_content" in message:
+        text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        made["content"] = [{"type": "thinking", "thinking": message["reasoning_content"]}, *text]
+    return made
 
 
 # Templates of later models put a system message of their own where a chat has none; mistral-common has none then.
@@ -180,9 +207,7 @@ class TestMistralCommon:
     @pytest.mark.parametrize(("template", "version"), _MISTRAL_VERSIONS.items())
     def test_chats_token_for_token(self, tekken: PreTrainedTokenizerFast, template: str, version: str) -> None:
         tekken.chat_template = material.templates()[template]
-        tokenizer, expected = Tokenizer(tekken, frozenset({2})), by_mistral(version)
-        third_format = is_third_format(tokenizer.chat_template)
-        assert third_format == (version == "v3")
-        found = {chat.name: by_mini_sglang(tokenizer, chat, third_format) for chat in MISTRAL_CHATS}
+        tokenizer, expected = Tokenizer(tekken, frozenset({2})), by_mistral(version, thoughts="Reasoning" in template)
+        found = {chat.name: by_mini_sglang(tokenizer, chat) for chat in MISTRAL_CHATS}
         otherwise = {name for name, ids in found.items() if ids != expected[name]}
         assert otherwise == _OTHERWISE.get(template, set())

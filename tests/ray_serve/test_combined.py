@@ -12,7 +12,8 @@ from mini_sglang.ray_serve.combined import WholeAnswer, combine, merge_metrics
 
 
 def answer(replica: str, body: bytes, status: int = 200) -> WholeAnswer:
-    return WholeAnswer(replica, status, "application/json", body)
+    headers = ((b"content-type", b"application/json"), (b"x-replica", replica.encode()), (b"x-word", b"yes"))
+    return WholeAnswer(replica, status, headers, body)
 
 
 def test_every_sample_has_its_replica_and_every_family_is_said_once() -> None:
@@ -49,3 +50,23 @@ def test_an_error_of_one_is_the_answer() -> None:
     response = combine("/flush_cache", [answer("one", b'{"flushed_pages":2}'), answer("two", b'{"error":{}}', 503)])
     assert response.status_code == 503
     assert bytes(response.body) == b'{"error":{}}'
+
+
+def test_a_list_of_models_has_those_that_the_client_has_a_key_for() -> None:
+    lists = [answer(name, b'{"object":"list","data":[{"id":"%s"}]}' % name.encode()) for name in ("one", "two")]
+    refused = answer("three", b'{"error":{}}', 401)
+    response = combine("/v1/models", [refused, *lists])
+    assert response.status_code == 200
+    assert json.loads(bytes(response.body)) == {"object": "list", "data": [{"id": "one"}, {"id": "two"}]}
+    assert combine("/v1/models", [refused]).status_code == 401
+
+
+def test_all_models_are_well_when_each_is() -> None:
+    well, ill = answer("one", b'{"status":"ok"}'), answer("two", b'{"error":{}}', 503)
+    assert bytes(combine("/health", [well, well]).body) == b'{"status":"ok"}'
+    assert combine("/health", [well, ill]).status_code == 503
+
+
+def test_headers_are_kept_but_for_those_of_one_replica() -> None:
+    response = combine("/v1/models", [answer("one", b'{"data":[]}')])
+    assert dict(response.headers) == {"content-type": "application/json", "x-word": "yes", "content-length": "12"}

@@ -123,6 +123,7 @@ def test_the_router_hands_on_openais_bodies(client: TestClient) -> None:
         "continue_final_message": False,
         "separate_reasoning": True,
         "stream_reasoning": True,
+        "include_reasoning": True,
         **FROM_THE_ROUTER,
     }
     assert ask(client, "/v1/chat/completions", chat)["choices"][0]["message"]["content"] == TEXT
@@ -158,7 +159,7 @@ def test_stop_strings_are_kept_under_either_name(client: TestClient) -> None:
     assert (both.status_code, both.json()["error"]["param"]) == (400, "no_stop_trim")
 
 
-@pytest.mark.parametrize("name", ["separate_reasoning", "stream_reasoning"])
+@pytest.mark.parametrize("name", ["separate_reasoning", "stream_reasoning", "include_reasoning"])
 def test_reasoning_that_is_not_to_be_told_apart_is_refused(client: TestClient, name: str) -> None:
     response = client.post("/v1/chat/completions", json={"messages": HI, name: False})
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)

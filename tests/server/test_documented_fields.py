@@ -212,6 +212,7 @@ EXAMPLES: dict[str, dict[str, Json]] = {
         "moderation": {"moderation": {"model": "omni-moderation-latest"}},
         "separate_reasoning": {"separate_reasoning": False},
         "stream_reasoning": {"stream_reasoning": False},
+        "include_reasoning": {"include_reasoning": False},
         "return_hidden_states": {"return_hidden_states": True},
         "suffix": {"suffix": "x", "route": "/v1/completions"},
         "functions": {"functions": [{"name": "f"}]},

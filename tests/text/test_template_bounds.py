@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerFast
 from mini_sglang.errors import FieldError
 from mini_sglang.text.tokenizer import Tokenizer
 
-MESSAGES = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi", "parts": [1]}]
 
 
 def render(library_tokenizer: PreTrainedTokenizerFast, template: str) -> str:
     changed = copy.copy(library_tokenizer)
     changed.chat_template = template
     tokenizer = Tokenizer(changed, frozenset())
-    return tokenizer.decode(tokenizer.apply_chat_template(MESSAGES))
+    return tokenizer.decode(tokenizer.apply_chat_template(MESSAGES, given={"list": [1]}))
 
 
 def growing(step: str, last: str = "{{ ns.s }}") -> str:
@@ -54,6 +54,11 @@ OUT_OF_REACH = {
     "{{ joiner.__init__.__globals__['os'].popen('id').read() }}": "unsafe",
     "{{ '{0.__class__.__mro__}'.format('') }}": "unsafe",
     "{{ messages.append(1) }}": "unsafe",
+    "{% set mine = [messages] %}{{ mine.pop().pop() }}": "unsafe",
+    "{{ messages[0].parts.append(1) }}": "unsafe",
+    "{{ given.list.pop() }}": "unsafe",
+    "{% set mine = [1] %}{{ mine.extend(mine) }}": "unsafe",
+    "{% set mine = {} %}{{ mine.update(a=1) }}": "unsafe",
     "{% include '/etc/passwd' %}": "no loader",
     "{% import 'os' as os %}": "no loader",
 }
@@ -66,6 +71,13 @@ def test_a_template_that_goes_too_far_is_refused(tiny_tokenizer: PreTrainedToken
         render(tiny_tokenizer, template)
     assert str(caught.value).startswith("messages are not accepted by the model's chat template: ")
     assert {**TOO_MUCH, **OUT_OF_REACH}[template] in str(caught.value)
+
+
+def test_a_template_may_queue_things_in_a_list_of_its_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    queue = "{% set ns = namespace(queue=[]) %}{% for i in range(3) %}{% set _ = ns.queue.append(i) %}{% endfor %}"
+    assert render(tiny_tokenizer, queue + "{{ ns.queue.pop(0) }} of {{ ns.queue }}") == "0 of [1, 2]"
+    assert render(tiny_tokenizer, "{% set mine = messages|list %}{% set _ = mine.append(1) %}{{ mine|length }}") == "2"
+    assert MESSAGES == [{"role": "user", "content": "Hi", "parts": [1]}]
 
 
 def test_loops_and_nested_values_are_counted(

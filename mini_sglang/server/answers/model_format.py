@@ -127,6 +127,7 @@ class AnswerRules:
             {tool.function.name: tool.function.parameters for tool in self._callable},
             prompt_end=self.prompt_end,
             eager=eager,
+            careful=not self._has_grammar,
             max_calls=1 if self.body.parallel_tool_calls is False else None,
         )
 

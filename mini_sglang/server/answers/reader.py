@@ -22,14 +22,17 @@ from mini_sglang.server.answers.deltas import CallArguments, CallOpening, Conten
 from mini_sglang.text.detokenizer import partial_match
 from mini_sglang.text.notation import Notation, Thoughts
 
-HEAD_LIMIT = 512  # characters from a call's beginning to its arguments
+HEAD_LIMIT = 512  # characters from a call's beginning to its arguments, and from there to their first value
+# An object of which the first value has begun, or that has none.
+_OBJECT_BEGINS = regex.compile(r'\{\s*+(?:\}|"(?:[^"\\]|\\.)*+"\s*+:\s*+["\d\-\[{tfn])')
 
 
 class AnswerReader:
     """Takes the text of one answer and gives its deltas.
 
     With `eager`, the arguments of a call are given out as they are written, and a call that breaks off stays
-    unfinished; without, a call is given out whole, and one that breaks off is text. White space around thoughts and
+    unfinished; with `careful` too, not before the first of them has begun. Without, a call is given out whole, and one
+    that breaks off is text. White space around thoughts and
     calls belongs to neither. Held back are an incomplete mark, and white space before what may be one.
     """
 
@@ -41,6 +44,7 @@ class AnswerReader:
         *,
         prompt_end: str = "",
         eager: bool = False,
+        careful: bool = False,
         max_calls: int | None = None,
     ) -> None:
         """`tools`: the functions that may be called, with the schemas of their arguments. `prompt_end`: the mark that
@@ -51,6 +55,7 @@ class AnswerReader:
         self._calls = calls
         self._tools = tools
         self._eager = eager
+        self._careful = careful
         self._max_calls = max_calls
         self._marks = _Marks(thoughts, calls)
         self._deltas: list[Delta] = []
@@ -236,7 +241,8 @@ class AnswerReader:
                 if match is not None and not match.partial and self._may_call(match):
                     self._give_thought(index, final=False)
                     reader = AnswerReader(self._thoughts, self._calls, self._tools, max_calls=self._max_calls)
-                    reader._step = reader._in_text
+                    reader._step, reader._has_text = reader._in_text, self._has_text
+                    reader.num_calls, reader._used_ids = self.num_calls, set(self._used_ids)
                     self._inner = _Inner(reader, len(self._held) - len(self._held.lstrip()))
                     return True
                 self._scanned = index + 1
@@ -305,12 +311,8 @@ class AnswerReader:
         self._arguments = JsonArguments() if is_whole else arguments_of(self._calls, self._tools[self._name or ""])
         if not self._eager:
             self._step = self._in_call
-        elif is_whole:
-            self._step = self._before_arguments
         else:
-            self._open_call(self._name or "")
-            self._take(self._head_end)
-            self._step = self._in_arguments
+            self._step = self._before_arguments
         return True
 
     def _written_id(self, groups: Mapping[str, str | None]) -> str:
@@ -357,16 +359,26 @@ class AnswerReader:
         return name, arguments
 
     def _before_arguments(self, final: bool) -> bool:
-        """In an object whose arguments will be given out as they come, before those."""
-        pattern = _object_head(self._calls.keys if self._calls is not None else None)
-        match = pattern.match(self._held, self._head_end, partial=not final)
-        if match is not None and match.partial and len(self._held) - self._head_end < HEAD_LIMIT:
-            return False
-        if match is None or match.partial or match["name"] not in self._tools:
-            self._step = self._in_call
-            return True
-        self._open_call(match["name"])
-        self._take(match.end())
+        """In a call whose arguments will be given out as they come, before those."""
+        name, start = self._name, self._head_end
+        if name is None:
+            pattern = _object_head(self._calls.keys if self._calls is not None else None)
+            match = pattern.match(self._held, start, partial=not final)
+            if match is not None and match.partial and len(self._held) - start < HEAD_LIMIT:
+                return False
+            if match is None or match.partial or match["name"] not in self._tools:
+                self._step = self._in_call
+                return True
+            name, start = match["name"], match.end()
+        if self._careful and isinstance(self._arguments, JsonArguments):
+            begun = _OBJECT_BEGINS.match(self._held, start, partial=not final)
+            if begun is not None and begun.partial and len(self._held) - start < HEAD_LIMIT:
+                return False
+            if begun is None or begun.partial:
+                self._step = self._in_call
+                return True
+        self._open_call(name)
+        self._take(start)
         self._step = self._in_arguments
         return True
 
@@ -441,9 +453,8 @@ class AnswerReader:
     def _announce(self, index: int) -> int:
         """Open the call at `index` of what is held if all but its arguments is there, whether or not those will come.
         Returns the index, which moves where text before the call has been given out."""
-        if not self._eager or self._calls is None or self._calls.named is None or self._announced is not None:
-            return index
-        match = self._calls.named.match(self._held, index)
+        named = self._calls.named if self._calls is not None and self._eager and not self._careful else None
+        match = named.match(self._held, index) if named is not None and self._announced is None else None
         if match is None or match["name"] not in self._tools:
             return index
         space = index - len(self._held[:index].rstrip())
@@ -485,13 +496,15 @@ class _Inner:
         self.start = start  # of the calls in the text that is held
         self.deltas: list[Delta] = []
         self._num_read = start
+        self._num_calls = reader.num_calls  # before these
 
     def read(self, held: str, final: bool) -> bool | None:
         """Whether the answer has gone on with calls, without closing the thought; None if that is open."""
         self.deltas += self.reader.push(held[self._num_read :], final=final)
         self._num_read = len(held)
-        if final or (self.reader.num_calls == 0 and any(isinstance(delta, Content) for delta in self.deltas)):
-            return self.reader.num_calls > 0
+        has_called = self.reader.num_calls > self._num_calls
+        if final or (not has_called and any(isinstance(delta, Content) for delta in self.deltas)):
+            return has_called
         return None
 
 

@@ -132,6 +132,7 @@ class ChatBody(OpenAIBody, chat.ConversationBody, chat.TemplateBody):
     function_call: Annotated[None, fields.must_be_off("none", "auto")] = None
     separate_reasoning: Annotated[None, fields.must_be_off(True)] = None
     stream_reasoning: Annotated[None, fields.must_be_off(True)] = None
+    include_reasoning: Annotated[None, fields.must_be_off(True)] = None
     modalities: Annotated[None, fields.must_be_off(["text"])] = None
     audio: fields.Off = None
     prediction: fields.Off = None
