@@ -38,6 +38,9 @@ _TOOL = {
         },
     },
 }
+# Marks around a call: in brackets, and, after it, only such as close something.
+_BEFORE = re.compile(r"(?:<[^<>\s]+[>=:]|\[[A-Z_]+\])\s*$")
+_AFTER = re.compile(r"\s*(?:</[^<>\s]+>|<[^<>\s]*(?:end|END|close)[^<>\s]*>|\[/[A-Z_]+\])")
 
 
 class Renders(Protocol):
@@ -89,7 +92,8 @@ def _shown_in(prompt: str) -> Notation | None:
     for squeezed in (str, _squeezed):  # white space tells some notations apart
         shown = squeezed(prompt)
         for notation in NOTATIONS:
-            if squeezed(notation.write([call])) in shown:
+            written = squeezed(notation.write([call]))
+            if shown.startswith(written) if notation.leading else written in shown:
                 return notation
     for notation in NOTATIONS:  # in another way that models write in this notation
         match = notation.first.search(prompt)
@@ -99,13 +103,15 @@ def _shown_in(prompt: str) -> Notation | None:
 
 
 def _prompts_with_a_call(tokenizer: Renders) -> Iterator[tuple[str, bool]]:
-    """What follows the question in a conversation with a call, in the ways that templates take it: with the arguments
-    as an object, and as text."""
+    """What follows the question in a conversation with a call, without what an answer begins with, in the ways that
+    templates take it: with the arguments as an object, and as text."""
+    begins = next(_rendered(tokenizer, [_QUESTION]), "")
     for arguments, call_id in itertools.product((_ARGUMENTS, _TEXT_ARGUMENTS), _IDS):
         call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         result = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call_id}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         for prompt in _rendered(tokenizer, [_QUESTION, answer, result]):
+            prompt = prompt.removeprefix(begins)
             # some write the id last, where it says nothing of the notation
             yield prompt.replace(f', "id": "{call_id}"', ""), arguments is _TEXT_ARGUMENTS
 
@@ -125,34 +131,19 @@ def _rendered(tokenizer: Renders, messages: Sequence[Json]) -> Iterator[str]:
 
 
 def _derived(prompt: str) -> Notation | None:
-    """A notation that writes the name and then JSON, or both as JSON, between marks of its own."""
-    whole = re.compile(
-        r'(?P<before>\S*)\s*\{"name":\s*"'
-        + _NAME
-        + r'",\s*"(?P<key>arguments|parameters)":\s*\{[^{}]*\}\s*\}\s*(?P<after>\S*)'
-    )
-    if (match := whole.search(prompt)) and _is_mark(match["before"]):
-        return Notation(
-            names=("derived",),
-            call=f"{_last_mark(match['before'])}\n{{object}}\n{_first_mark(match['after'])}",
-            separator="\n",
-            keys=("name", match["key"]),
-        )
-    return None
-
-
-def _is_mark(text: str) -> bool:
-    return re.search(r"<[^<>\s]+>$|\[[A-Z_]+\]$", text) is not None
-
-
-def _last_mark(text: str) -> str:
-    marks: list[str] = re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)
-    return marks[-1]
-
-
-def _first_mark(text: str) -> str:
-    found = re.match(r"</[^<>\s]+>|<[^<>\s]*(?:end|END)[^<>\s]*>|\[/[A-Z_]+\]", text)
-    return found.group() if found else ""
+    """A notation with marks of its own around the name and the arguments, both in JSON or one after the other."""
+    arguments = re.escape(_TEXT_ARGUMENTS)
+    whole = re.search(rf'\{{"name": "{_NAME}", "(?P<key>arguments|parameters)": {arguments}\}}', prompt)
+    named = re.search(rf"{_NAME}(?P<between>\s*(?:[^\w\s{{}}]\S{{0,63}}\s*)?){arguments}", prompt)
+    found = whole or named
+    if found is None:
+        return None
+    before, after = _BEFORE.search(prompt, 0, found.start()), _AFTER.match(prompt, found.end())
+    if before is None:
+        return None
+    slots = "{object}" if whole else f"{{name}}{found['between']}{{arguments}}"
+    call = f"{before.group()}{slots}{after.group() if after else ''}"
+    return Notation(("derived",), call, separator="\n", keys=("name", whole["key"]) if whole else None)
 
 
 def _squeezed(text: str) -> str:
