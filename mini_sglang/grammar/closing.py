@@ -29,6 +29,10 @@ class EndingFinder:
         self._in_strings = [_matching(pattern, tokens) for pattern in _IN_STRINGS]
         self._elsewhere = [_matching(pattern, tokens) for pattern in _ELSEWHERE]
 
+    def takes_text(self, matcher: LLMatcher) -> bool:
+        """Whether any text may come next."""
+        return bool(int.from_bytes(matcher.compute_bitmask(), "little") & self._letter)
+
     def find(self, matcher: LLMatcher, most: int, closings: Sequence[list[int]] = ()) -> list[int] | None:
         """At most `most` tokens that bring the answer to its end, or None. Moves `matcher`; give it a copy.
 

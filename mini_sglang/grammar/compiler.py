@@ -74,12 +74,15 @@ class Matcher:
         max_tokens: int,
         digits: DigitLimit | None = None,
         closings: Sequence[list[int]] = (),
+        *,
+        is_calls: bool = False,
     ) -> None:
         self._matcher = matcher
         self._field = field
         self._numbers = None if digits is None else NumberBound(digits)
         self._finder = finder
         self._closings = closings
+        self._is_calls = is_calls  # one of which may follow another
         self._tokens_left = max_tokens
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
         self._ending_length = 0  # at the latest look
@@ -135,11 +138,11 @@ class Matcher:
         if ending is None:
             self._next_look = -1
             return
-        if self._ending_length:
+        if self._ending_length or self._is_calls:  # a call may follow that is as long as the first
             self._growth = max(self._growth, len(ending) - self._ending_length)
         self._ending_length = len(ending)
         spare = room - len(ending) - self._growth
-        if spare <= 0 and not self._matcher.is_accepting():  # a complete answer may be cut off
+        if spare <= 0 and not self._may_be_cut_off():
             self._ending = ending
         self._next_look = self._tokens_left - max(spare // 4, 1)
 
@@ -147,6 +150,10 @@ class Matcher:
     def is_finished(self) -> bool:
         """Whether the answer is complete and nothing more can follow."""
         return self._matcher.is_stopped()
+
+    def _may_be_cut_off(self) -> bool:
+        """Whether the answer is complete, and what it goes on with is not a call that would not be."""
+        return self._matcher.is_accepting() and not (self._is_calls and not self._finder.takes_text(self._matcher))
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -200,7 +207,13 @@ class GrammarCompiler:
         is_json = params.response_format is not None or params.tool_grammar is not None
         matcher, closings = compiled
         return Matcher(
-            matcher.deep_copy(), field, self._finder, max_tokens, self._digits if is_json else None, closings
+            matcher.deep_copy(),
+            field,
+            self._finder,
+            max_tokens,
+            self._digits if is_json else None,
+            closings,
+            is_calls=params.tool_grammar is not None,
         )
 
     def _closings(self, params: SamplingParams) -> list[list[int]]:
