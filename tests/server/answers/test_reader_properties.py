@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Reasoning
 from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.text.notation import Notation, Thoughts
-from mini_sglang.text.notations import HARMONY_THINK, NOTATIONS, THINK, THOUGHTS
+from mini_sglang.text.notations import HARMONY, HARMONY_THINK, HERMES, NOTATIONS, THINK, THOUGHTS
 
 NUM_EXAMPLES = int(os.environ.get("READER_EXAMPLES", "40"))  # more for a long campaign
 UNMARKED = "éñ🦩東ß"  # characters that are part of no mark
@@ -193,3 +193,27 @@ def test_any_text_is_read_alike_however_it_is_cut(notation: Notation) -> None:
         check(case, cuts)
 
     run()
+
+
+def case_of(notation: Notation, thoughts: Thoughts, prompt_end: str, *parts: str) -> Case:
+    return Case(notation, thoughts, prompt_end, False, False, None, parts)
+
+
+def test_calls_in_an_open_thought_are_counted_on_from_those_before_it() -> None:
+    call = HERMES.write(CALLS[1:2])
+    opening = HARMONY_THINK.opening
+    case = case_of(HERMES, HARMONY_THINK, "", call, opening, "Hm. ", call)
+    check(case, [])
+    kinds = [kind for kind, _, _ in read(case, case.parts).blocks]
+    assert kinds == ["call", "reasoning", "call"]
+
+
+def test_text_before_calls_in_an_open_thought_is_thought() -> None:
+    case = case_of(HERMES, THINK, "<think>", HERMES.write(CALLS[3:]), " So: ", HERMES.write(CALLS[1:2]))
+    check(case, [])
+    kinds = [kind for kind, _, _ in read(case, case.parts).blocks]
+    assert kinds == ["reasoning", "call"]
+
+
+def test_white_space_before_a_mark_waits_for_what_the_mark_is() -> None:
+    check(case_of(HARMONY, HARMONY_THINK, "", "One.", "\n", "<|channel|>commentary to=python", "<|message|>5"), [])
