@@ -88,7 +88,7 @@ class _CallsGrammar:
         else:
             ways = [self._first(prompt_end, names, call)]
             if thoughts is not None and thoughts.opening:
-                ways.append([*self._thought(thoughts), *self.text(notation.begin), call])
+                ways.append([*self._thought(thoughts, prompt_end), *self.text(notation.begin), call])
         more = ["(", *self.text(notation.separator), call, ")*"] if parallel else []
         others = ["|", "ANY"] if free_text else ["|", "@text"] if answer is not None else []
         if answer is not None:
@@ -121,10 +121,13 @@ class _CallsGrammar:
         rest = (notation.begin + notation.head)[before.index(trigger) + len(trigger) :]
         return opening, self._rule(self._call(name, rest) for name in names)
 
-    def _thought(self, thoughts: Thoughts) -> list[str]:
-        """Thoughts before the calls."""
+    def _thought(self, thoughts: Thoughts, prompt_end: str) -> list[str]:
+        """Thoughts before the calls, without what the prompt has of them, and what begins the message after them."""
         self._lines.append(r"BETWEEN: /[ \n]{0,4}/")
-        return [*self.text(thoughts.opening), *self._up_to(self.text(thoughts.closings[0])), "BETWEEN"]
+        opening = self.text(thoughts.opening.removeprefix(prompt_end))
+        begins = (self._notation.begin + self._notation.head).startswith(thoughts.forced)
+        after = [] if begins else self.text(thoughts.forced)
+        return [*opening, *self._up_to(self.text(thoughts.closings[0])), "BETWEEN", *after]
 
     def _up_to(self, closing: Sequence[str]) -> list[str]:
         """Any text up to and with a closing, which is not part of it."""

@@ -139,7 +139,8 @@ class AnswerReader:
                 self._scanned = self._announce(index) + 1
                 continue
             kind, match = mark
-            space = 0 if kind == "dropped" else index - len(self._held[:index].rstrip())
+            is_dropped = kind == "dropped" and not match.partial  # white space before those is text
+            space = 0 if is_dropped else index - len(self._held[:index].rstrip())
             self._give_text(index - space)
             self._scanned = space  # where the mark is now
             if match.partial:  # it may become one
@@ -496,15 +497,14 @@ class _Inner:
         self.start = start  # of the calls in the text that is held
         self.deltas: list[Delta] = []
         self._num_read = start
-        self._num_calls = reader.num_calls  # before these
 
     def read(self, held: str, final: bool) -> bool | None:
         """Whether the answer has gone on with calls, without closing the thought; None if that is open."""
         self.deltas += self.reader.push(held[self._num_read :], final=final)
         self._num_read = len(held)
-        has_called = self.reader.num_calls > self._num_calls
-        if final or (not has_called and any(isinstance(delta, Content) for delta in self.deltas)):
-            return has_called
+        first = next((delta for delta in self.deltas if isinstance(delta, CallOpening | Content)), None)
+        if final or isinstance(first, Content):
+            return isinstance(first, CallOpening)
         return None
 
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from mini_sglang.server.answers.deltas import Answer, CallArguments, CallOpening, Content, Reasoning
 from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.text.notation import Notation, Thoughts
-from mini_sglang.text.notations import HARMONY_THINK, NOTATIONS, THINK, THOUGHTS
+from mini_sglang.text.notations import HARMONY, HARMONY_THINK, HERMES, NOTATIONS, THINK, THOUGHTS
 
-NUM_EXAMPLES = int(os.environ.get("READER_EXAMPLES", "60"))  # more for a long campaign
+NUM_EXAMPLES = int(os.environ.get("READER_EXAMPLES", "40"))  # more for a long campaign
 UNMARKED = "éñ🦩東ß"  # characters that are part of no mark
 SCHEMA = {
     "type": "object",
@@ -100,7 +100,7 @@ def read(case: Case, parts: Sequence[str]) -> Read:
     assert num_calls == reader.num_calls
     answer = Answer.of(deltas)
     assert all(block.name for block in answer.calls)
-    blocks = [(block.kind, block.name, block.text) for block in answer.blocks]
+    blocks: Blocks = [(block.kind, block.name, block.text) for block in answer.blocks]
     return Read(blocks, [(call.name, call.text) for call in answer.calls], reader.reasoning_spans)
 
 
@@ -127,7 +127,8 @@ def cases(draw: st.DrawFn, notation: Notation) -> Case:
     thoughts = draw(st.sampled_from(ways_to_think(notation)))
     whole = st.sampled_from(pieces(notation, thoughts))
     cut = st.tuples(whole, st.integers(0, 30), st.integers(0, 30)).map(lambda each: each[0][each[1] :][: each[2]])
-    parts = draw(st.lists(st.one_of(whole, whole, cut), max_size=10))
+    letters = st.text("".join(sorted(set("".join(pieces(notation, thoughts))))), max_size=6)
+    parts = draw(st.lists(st.one_of(whole, whole, cut, letters), max_size=10))
     ends = [""] if thoughts is None else ["", thoughts.opening.strip(), thoughts.forced]
     prompt_end = draw(st.sampled_from(ends))
     eager, careful = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
@@ -159,10 +160,29 @@ def check_what_was_read(case: Case, whole: Read) -> None:
         assert said == text
     elif not case.thoughts.muted or not regex.search(case.thoughts.muted, case.prompt_end + text):
         assert unmarked(said) == unmarked(text)
+        assert is_part(without_space(said), without_space(text))
+        lost = len(without_space(text)) - len(without_space(said))
+        assert lost <= length_of_marks(case.thoughts, case.prompt_end + text)
 
 
-def unmarked(text: str) -> list[str]:
-    return [character for character in text if character in UNMARKED]
+def unmarked(text: str) -> str:
+    return "".join(character for character in text if character in UNMARKED)
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def is_part(text: str, of: str) -> bool:
+    """Whether `text` is left of another text where characters are taken out of that."""
+    rest = iter(of)
+    return all(character in rest for character in text)
+
+
+def length_of_marks(thoughts: Thoughts, text: str) -> int:
+    """How many characters of a text may be marks."""
+    ways = [regex.escape(mark) for mark in thoughts.closings] + [thoughts.open.pattern, *thoughts.dropped]
+    return sum(len(found.group()) for way in ways if way for found in regex.finditer(way, text, overlapped=True))
 
 
 @pytest.mark.parametrize("notation", NOTATIONS, ids=lambda notation: notation.names[0])
@@ -173,3 +193,27 @@ def test_any_text_is_read_alike_however_it_is_cut(notation: Notation) -> None:
         check(case, cuts)
 
     run()
+
+
+def case_of(notation: Notation, thoughts: Thoughts, prompt_end: str, *parts: str) -> Case:
+    return Case(notation, thoughts, prompt_end, False, False, None, parts)
+
+
+def test_calls_in_an_open_thought_are_counted_on_from_those_before_it() -> None:
+    call = HERMES.write(CALLS[1:2])
+    opening = HARMONY_THINK.opening
+    case = case_of(HERMES, HARMONY_THINK, "", call, opening, "Hm. ", call)
+    check(case, [])
+    kinds = [kind for kind, _, _ in read(case, case.parts).blocks]
+    assert kinds == ["call", "reasoning", "call"]
+
+
+def test_text_before_calls_in_an_open_thought_is_thought() -> None:
+    case = case_of(HERMES, THINK, "<think>", HERMES.write(CALLS[3:]), " So: ", HERMES.write(CALLS[1:2]))
+    check(case, [])
+    kinds = [kind for kind, _, _ in read(case, case.parts).blocks]
+    assert kinds == ["reasoning", "call"]
+
+
+def test_white_space_before_a_mark_waits_for_what_the_mark_is() -> None:
+    check(case_of(HARMONY, HARMONY_THINK, "", "One.", "\n", "<|channel|>commentary to=python", "<|message|>5"), [])
