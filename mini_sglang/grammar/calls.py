@@ -96,7 +96,9 @@ class _CallsGrammar:
         self._note_closing(self.text(notation.end))
         start = " ".join(["start:", self._rule(ways), *more, *self.text(notation.end), *others])
         lines = [start, f"ANY: {ANY_TEXT}", *self._lines]
-        return json.dumps([{"lark_grammar": "\n".join(lines), "closings": self._closings}, *self._entries])
+        end = _parts(self.text(notation.end))
+        entry = {"lark_grammar": "\n".join(lines), "closings": self._closings, "end": end}
+        return json.dumps([entry, *self._entries])
 
     def _first(self, prompt_end: str, names: Sequence[str], call: str) -> list[str]:
         """The first call, without what the prompt has of it."""
@@ -138,7 +140,7 @@ class _CallsGrammar:
 
     def _note_closing(self, closing: Sequence[str]) -> None:
         """Say what brings an answer nearer to its end, for one that comes near its limit."""
-        parts = [int(symbol[2:-2]) if symbol.startswith("<") else json.loads(symbol) for symbol in closing]
+        parts = _parts(closing)
         if parts and parts not in self._closings:
             self._closings.append(parts)
 
@@ -349,6 +351,11 @@ class _CallsGrammar:
             return [lark_string(text)] if text else []
         before, _, after = text.partition(found)
         return [*([lark_string(before)] if before else []), f"<[{self._special[found]}]>", *self.text(after)]
+
+
+def _parts(symbols: Iterable[str]) -> list[str | int]:
+    """What symbols stand for: texts, and ids of special tokens."""
+    return [int(symbol[2:-2]) if symbol.startswith("<") else json.loads(symbol) for symbol in symbols]
 
 
 def _listed_values(schema: Any) -> list[Any] | None:

@@ -42,6 +42,7 @@ _LIMITS = LLParserLimits(
 )
 _TRIALS = 6
 _JSON_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
+_ROOM_FOR_A_CALL = 64  # tokens that must be left for one more call to be begun
 _LONGEST_ENDING = 256  # tokens: an ending is looked for from here to the limit
 
 
@@ -76,6 +77,7 @@ class Matcher:
         closings: Sequence[list[int]] = (),
         *,
         is_calls: bool = False,
+        end_of_calls: Sequence[int] = (),
     ) -> None:
         self._matcher = matcher
         self._field = field
@@ -83,6 +85,7 @@ class Matcher:
         self._finder = finder
         self._closings = closings
         self._is_calls = is_calls  # one of which may follow another
+        self._end_of_calls = list(end_of_calls)  # after the last; none: the answer may end there
         self._tokens_left = max_tokens
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
         self._ending_length = 0  # at the latest look
@@ -138,22 +141,25 @@ class Matcher:
         if ending is None:
             self._next_look = -1
             return
-        if self._ending_length or self._is_calls:  # a call may follow that is as long as the first
+        if self._ending_length:
             self._growth = max(self._growth, len(ending) - self._ending_length)
         self._ending_length = len(ending)
-        spare = room - len(ending) - self._growth
-        if spare <= 0 and not self._may_be_cut_off():
+        may_call = self._is_calls and self._is_between_calls(ending)
+        spare = room - len(ending) - (_ROOM_FOR_A_CALL if may_call else self._growth)
+        if spare <= 0 and (may_call or not self._matcher.is_accepting()):  # a complete answer may be cut off
             self._ending = ending
         self._next_look = self._tokens_left - max(spare // 4, 1)
+
+    def _is_between_calls(self, ending: list[int]) -> bool:
+        """Whether the calls so far are complete, so that `ending` only ends them."""
+        if self._end_of_calls:
+            return ending[: len(self._end_of_calls)] == self._end_of_calls
+        return self._matcher.is_accepting() and not self._finder.takes_text(self._matcher)
 
     @property
     def is_finished(self) -> bool:
         """Whether the answer is complete and nothing more can follow."""
         return self._matcher.is_stopped()
-
-    def _may_be_cut_off(self) -> bool:
-        """Whether the answer is complete, and what it goes on with is not a call that would not be."""
-        return self._matcher.is_accepting() and not (self._is_calls and not self._finder.takes_text(self._matcher))
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -182,7 +188,7 @@ class GrammarCompiler:
         self._finder = EndingFinder(vocabulary.tokens, vocabulary.eos_token_ids)
         self._digits = DigitLimit(vocabulary.tokens)
         self._num_cached = num_cached
-        self._compiled: OrderedDict[bytes, tuple[LLMatcher, list[list[int]]]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, list[list[int]], list[int]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def _greedy(self, text: str) -> list[int]:
@@ -199,13 +205,13 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = self._compile(params, field), self._closings(params)
+            compiled = self._compile(params, field), *self._closings(params)
             with self._lock:
                 self._compiled[key] = compiled
                 if len(self._compiled) > self._num_cached:
                     self._compiled.popitem(last=False)
         is_json = params.response_format is not None or params.tool_grammar is not None
-        matcher, closings = compiled
+        matcher, closings, end = compiled
         return Matcher(
             matcher.deep_copy(),
             field,
@@ -214,18 +220,19 @@ class GrammarCompiler:
             self._digits if is_json else None,
             closings,
             is_calls=params.tool_grammar is not None,
+            end_of_calls=end,
         )
 
-    def _closings(self, params: SamplingParams) -> list[list[int]]:
-        """The tokens that end texts without quotes in this grammar."""
-        closings = [] if params.tool_grammar is None else json.loads(params.tool_grammar)[0].get("closings", [])
+    def _closings(self, params: SamplingParams) -> tuple[list[list[int]], list[int]]:
+        """The tokens that end texts without quotes in this grammar, and those that end all calls."""
+        calls = {} if params.tool_grammar is None else json.loads(params.tool_grammar)[0]
+        closings = list(calls.get("closings", ()))
         if params.grammar_after is not None:
-            marker = self._special.get(params.grammar_after.encode(), params.grammar_after)
-            closings = [*closings, [marker]]
-        return [
-            [i for part in parts for i in ([part] if isinstance(part, int) else self._greedy(part))]
-            for parts in closings
-        ]
+            closings.append([self._special.get(params.grammar_after.encode(), params.grammar_after)])
+        return [self._ids(parts) for parts in closings], self._ids(calls.get("end", ()))
+
+    def _ids(self, parts: Sequence[str | int]) -> list[int]:
+        return [i for part in parts for i in ([part] if isinstance(part, int) else self._greedy(part))]
 
     def check(self, params: SamplingParams) -> None:
         """Raise FieldError if the grammar does not compile, or fails in one of a few answers.
