@@ -517,10 +517,10 @@ class _Marks:
         if calls is not None and not calls.leading:
             self._ways.append(("call", calls.first))
             starts |= calls.starts
-        self.hold_space = bool(self._ways)
         if thoughts is not None:
             self._ways += thoughts.ways
             starts |= thoughts.starts
+        self.hold_space = any(kind != "dropped" for kind, _ in self._ways)
         self.starts = _any_of(starts)
         self.call_starts = _any_of(calls.starts if calls is not None else frozenset())
         self.tail, self.end = (calls.tail_parts, calls.end_parts) if calls is not None else ((), ())

@@ -54,7 +54,7 @@ Blocks = list[tuple[str, str, str]]
 class Case:
     """How an answer is read, and the parts that it comes in."""
 
-    notation: Notation
+    notation: Notation | None  # None where no tools are offered
     thoughts: Thoughts | None
     prompt_end: str
     eager: bool
@@ -132,7 +132,8 @@ def cases(draw: st.DrawFn, notation: Notation) -> Case:
     ends = [""] if thoughts is None else ["", thoughts.opening.strip(), thoughts.forced]
     prompt_end = draw(st.sampled_from(ends))
     eager, careful = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
-    return Case(notation, thoughts, prompt_end, eager, careful, draw(st.sampled_from([None, 1])), parts)
+    offered = draw(st.sampled_from([notation, notation, notation, None]))
+    return Case(offered, thoughts, prompt_end, eager, careful, draw(st.sampled_from([None, 1])), parts)
 
 
 def check(case: Case, cuts: Sequence[int]) -> None:
@@ -195,7 +196,7 @@ def test_any_text_is_read_alike_however_it_is_cut(notation: Notation) -> None:
     run()
 
 
-def case_of(notation: Notation, thoughts: Thoughts, prompt_end: str, *parts: str) -> Case:
+def case_of(notation: Notation | None, thoughts: Thoughts, prompt_end: str, *parts: str) -> Case:
     return Case(notation, thoughts, prompt_end, False, False, None, parts)
 
 
@@ -217,3 +218,4 @@ def test_text_before_calls_in_an_open_thought_is_thought() -> None:
 
 def test_white_space_before_a_mark_waits_for_what_the_mark_is() -> None:
     check(case_of(HARMONY, HARMONY_THINK, "", "One.", "\n", "<|channel|>commentary to=python", "<|message|>5"), [])
+    check(case_of(None, HARMONY_THINK, "", "One. ", HARMONY_THINK.opening, "Hm."), [])
