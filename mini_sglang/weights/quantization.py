@@ -1,0 +1,329 @@
+"""The tensors of a quantised checkpoint as a model knows them: each matrix is dequantised when it is loaded.
+
+`quantization_config.py` says how matrices are stored, this module finds the tensors that make up each one, checks that
+they fit, and computes it in float32, one matrix at a time. It knows no model; shards are cut from the whole matrix, so
+a cut may go through a block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mini_sglang.weights.quantization_config import Layout, Quantization, Scheme
+from mini_sglang.weights.safetensors import FLOATS, StoredTensor, as_they_are, stored_tensors
+from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 22  # weights to dequantise at a time: bounds the temporaries
+_SCALES = FLOATS | {"F8_E8M0"}
+_INDICES = frozenset({"I32", "I64"})
+_MATRIX_PARTS = frozenset({"weight", "weight_packed", "qweight"})  # a module with one that is no float is quantised
+# Of activations and of the KV cache, which stay in the engine's dtype.
+_PASSED_OVER = frozenset(
+    {
+        *("input_scale", "input_scale_ub", "input_zero_point", "activation_scale", "output_scale", "output_zero_point"),
+        *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
+    }
+)
+
+Shape = tuple[int, ...]
+
+
+def open_quantized(folder: Path, quantization: Quantization, names: Container[str]) -> dict[str, CheckpointTensor]:
+    """Every tensor of the folder's safetensors by name, quantised matrices as `….weight`; only headers are read.
+
+    `names` are those that the model has a place for: a bias that is all zeros, as AutoGPTQ adds to every matrix, is
+    left out where there is none. Raises WeightsError that lists the matrices whose tensors do not fit their scheme.
+    """
+    stored = stored_tensors(folder)
+    modules = [_split(name)[0] for name, tensor in stored.items() if _is_quantized(tensor)]
+    matrices: dict[str, CheckpointTensor] = {}
+    problems: list[str] = []
+    for module in modules:
+        try:
+            matrix = _matrix(module, quantization.scheme_of(module), stored)
+        except ValueError as error:
+            problems.append(f"{module}: {error}")
+        else:
+            matrices[f"{module}.weight"] = matrix.as_checkpoint_tensor()
+            unused = [f"{module}.{part}" for part in _UNUSED[matrix.scheme.layout]]
+            for name in (*(part.name for part in matrix.parts.values()), *unused):
+                stored.pop(name, None)
+            bias = f"{module}.bias"
+            if bias in stored and bias not in names and not stored[bias].read().any():
+                del stored[bias]
+    if problems:
+        method = quantization.method
+        raise WeightsError(f"{folder}: {len(problems)} matrices cannot be read as {method}: {listed(problems)}")
+    passed_over = [name for name in stored if _split(name)[1] in _PASSED_OVER]
+    if passed_over:
+        logger.info("passed over %d scales of activations or the KV cache, which are not quantised", len(passed_over))
+    rest = {name: tensor for name, tensor in stored.items() if name not in set(passed_over)}
+    return {**as_they_are(rest, folder), **matrices}
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, part = name.rpartition(".")
+    return module, part
+
+
+def _is_quantized(tensor: StoredTensor) -> bool:
+    return _split(tensor.name)[1] in _MATRIX_PARTS and tensor.dtype not in FLOATS
+
+
+# -- one matrix --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The tensors of one quantised matrix, of checked shapes and dtypes."""
+
+    module: str
+    scheme: Scheme
+    shape: tuple[int, int]  # [out, in], dequantised
+    parts: Mapping[str, StoredTensor]
+
+    def as_checkpoint_tensor(self) -> CheckpointTensor:
+        return CheckpointTensor(f"{self.module}.weight", self.shape, self._dense)
+
+    def _dense(self) -> torch.Tensor:
+        try:
+            return dequantise(self.scheme, {name: part.read() for name, part in self.parts.items()}, self.shape)
+        except ValueError as error:
+            raise WeightsError(f"{self.module}: {error}") from error
+
+
+def _matrix(module: str, scheme: Scheme | None, stored: Mapping[str, StoredTensor]) -> _Matrix:
+    """Find the tensors of a quantised module. Raises ValueError that says what does not fit."""
+    if scheme is None:
+        raise ValueError("it is quantised, though quantization_config leaves it out")
+    parts: dict[str, StoredTensor] = {}
+
+    def part(name: str, dtypes: Container[str], *aliases: str) -> StoredTensor:
+        found = next((stored[f"{module}.{key}"] for key in (name, *aliases) if f"{module}.{key}" in stored), None)
+        if found is None:
+            raise ValueError(f"{name} is missing")
+        if found.dtype not in dtypes:
+            raise ValueError(f"{name} is of dtype {found.dtype}")
+        parts[name] = found
+        return found
+
+    shape, expected = _EXPECTED[scheme.layout](scheme, part)
+    for name, shapes in expected.items():
+        if parts[name].shape not in shapes:
+            raise ValueError(f"{name} is {list(parts[name].shape)}, expected {list(shapes[0])}")
+    return _Matrix(module, scheme, shape, parts)
+
+
+Part = Callable[..., StoredTensor]
+Expected = tuple[
+    tuple[int, int], dict[str, list[Shape]]
+]  # the matrix's shape, and the shapes that its tensors may have
+
+
+def _expected_scaled(scheme: Scheme, part: Part) -> Expected:
+    out, columns = _two_sizes(part("weight", {"F8_E4M3"} if scheme.is_float else {"I8"}))
+    part("weight_scale", _SCALES, "weight_scale_inv")
+    if scheme.block is None:
+        shapes: list[Shape] = [(out, 1), (out,), (1, 1), (1,), ()]
+    else:
+        shapes = _grid_shapes(scheme, out, columns)
+    if scheme.symmetric:
+        return (out, columns), {"weight_scale": shapes}
+    part("weight_zero_point", {"I8"})
+    return (out, columns), {"weight_scale": shapes, "weight_zero_point": shapes}
+
+
+def _expected_packed(scheme: Scheme, part: Part) -> Expected:
+    out, words = _two_sizes(part("weight_packed", {"I32"}))
+    part("weight_scale", _SCALES)
+    stated = part("weight_shape", _INDICES)
+    sizes = stated.read().tolist() if stated.shape == (2,) else []
+    if len(sizes) != 2 or sizes[0] != out or _ceil(sizes[1] * scheme.bits, 32) != words:
+        raise ValueError(f"weight_shape {sizes} does not fit weight_packed of {[out, words]}")
+    columns = int(sizes[1])
+    grid = _grid(scheme, out, columns)
+    expected: dict[str, list[Shape]] = {"weight_scale": _grid_shapes(scheme, out, columns)}
+    if not scheme.symmetric and scheme.block == (None, None):
+        part("weight_zero_point", {"I8"})
+        expected["weight_zero_point"] = expected["weight_scale"]
+    elif not scheme.symmetric:
+        part("weight_zero_point", {"I32"})
+        expected["weight_zero_point"] = [(_ceil(grid[0] * scheme.bits, 32), grid[1])]
+    if scheme.reordered:
+        part("weight_g_idx", _INDICES)
+        expected["weight_g_idx"] = [(columns,)]
+    return (out, columns), expected
+
+
+def _expected_gptq(scheme: Scheme, part: Part) -> Expected:
+    words, out = _two_sizes(part("qweight", {"I32"}))
+    columns = words * 32 // scheme.bits
+    groups = _grid(scheme, out, columns)[1]
+    part("qzeros", {"I32"})
+    part("scales", FLOATS)
+    expected: dict[str, list[Shape]] = {"qzeros": [(groups, _ceil(out * scheme.bits, 32))], "scales": [(groups, out)]}
+    if scheme.reordered:
+        part("g_idx", _INDICES)
+        expected["g_idx"] = [(columns,)]
+    return (out, columns), expected
+
+
+def _expected_awq(scheme: Scheme, part: Part) -> Expected:
+    columns, words = _two_sizes(part("qweight", {"I32"}))
+    out = words * 32 // scheme.bits
+    groups = _grid(scheme, out, columns)[1]
+    part("qzeros", {"I32"})
+    part("scales", FLOATS)
+    return (out, columns), {"qzeros": [(groups, words)], "scales": [(groups, out)]}
+
+
+_EXPECTED: Mapping[Layout, Callable[[Scheme, Part], Expected]] = {
+    Layout.SCALED: _expected_scaled,
+    Layout.PACKED: _expected_packed,
+    Layout.GPTQ: _expected_gptq,
+    Layout.AWQ: _expected_awq,
+}
+# What else may stand beside a matrix, and says nothing when the scheme does not ask for it.
+_UNUSED: Mapping[Layout, tuple[str, ...]] = {
+    Layout.SCALED: ("weight_zero_point",),
+    Layout.PACKED: ("weight_g_idx", "weight_zero_point"),
+    Layout.GPTQ: ("g_idx",),
+    Layout.AWQ: (),
+}
+
+
+def _two_sizes(tensor: StoredTensor) -> tuple[int, int]:
+    if len(tensor.shape) != 2:
+        raise ValueError(f"{_split(tensor.name)[1]} must have two dimensions, got {list(tensor.shape)}")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _grid(scheme: Scheme, out: int, columns: int) -> tuple[int, int]:
+    """How many blocks there are, downwards and along the inputs; the last ones may be smaller."""
+    rows_of_block, columns_of_block = scheme.block or (None, None)
+    return _blocks(out, rows_of_block), _blocks(columns, columns_of_block)
+
+
+def _grid_shapes(scheme: Scheme, out: int, columns: int) -> list[Shape]:
+    """The shapes of a tensor with one value for each block; dimensions of one block may be left out."""
+    grid = _grid(scheme, out, columns)
+    if scheme.block == (None, None):
+        return [(1,), (), (1, 1)]
+    return [grid, grid[:1]] if grid[1] == 1 else [grid]
+
+
+def _blocks(size: int, block: int | None) -> int:
+    return 1 if block is None else _ceil(size, block)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def dequantise(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+    """scale * (q - zero) → [out, in] float32, from tensors of the shapes that their layout has."""
+    q, scale, zero, group_of = _UNPACKED[scheme.layout](scheme, parts, shape)
+    rows_of_block, columns_of_block = (1, None) if scheme.block is None else scheme.block
+    scale = scale.float().reshape(-1, 1) if scheme.block is None else scale.float().reshape(_grid(scheme, *shape))
+    row_of = _block_of(shape[0], rows_of_block if scale.shape[0] > 1 else None)
+    if group_of is None:
+        group_of = _block_of(shape[1], columns_of_block)
+    elif shape[1] and not 0 <= int(group_of.min()) <= int(group_of.max()) < scale.shape[1]:
+        raise ValueError(f"columns belong to groups outside of the {scale.shape[1]} that there are")
+    result = torch.empty(shape)
+    for rows in torch.arange(shape[0]).split(max(1, _CHUNK // max(1, shape[1]))):
+        span = slice(int(rows[0]), int(rows[-1]) + 1)
+        torch.sub(q[span].float(), _spread(zero, row_of[span], group_of), out=result[span])
+        result[span] *= _spread(scale, row_of[span], group_of)
+    return result
+
+
+def _block_of(size: int, block: int | None) -> torch.Tensor:
+    """The block that each of `size` rows or columns belongs to."""
+    return torch.zeros(size, dtype=torch.int64) if block is None else torch.arange(size) // block
+
+
+def _spread(values: torch.Tensor | float, row_of: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
+    """The value of the block that each element of these rows belongs to; one value for all as it is."""
+    if not isinstance(values, torch.Tensor):
+        return torch.tensor(values)
+    return values[row_of] if values.shape[1] == 1 else values[row_of].index_select(1, group_of)
+
+
+# q [out, in]; scale and zero with a value for each block; the group of each column, where columns are not in order
+Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | float, torch.Tensor | None]
+
+
+def _unpacked_scaled(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
+    zero: torch.Tensor | float = 0.0
+    if not scheme.symmetric:
+        zero = parts["weight_zero_point"].float().reshape(_grid(scheme, *shape))
+    return parts["weight"], parts["weight_scale"], zero, None
+
+
+def _unpacked_packed(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
+    """Integers and zeros are stored with half their range added."""
+    half = float(1 << (scheme.bits - 1))
+    q = _unpack(parts["weight_packed"], scheme.bits, 1)[:, : shape[1]]
+    zero: torch.Tensor | float = half
+    grid = _grid(scheme, *shape)
+    if not scheme.symmetric and scheme.block == (None, None):
+        zero = parts["weight_zero_point"].float().reshape(grid) + half
+    elif not scheme.symmetric:
+        zero = _unpack(parts["weight_zero_point"], scheme.bits, 0)[: grid[0]].float()
+    return q, parts["weight_scale"], zero, parts["weight_g_idx"].long() if scheme.reordered else None
+
+
+def _unpacked_gptq(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
+    q = _unpack(parts["qweight"], scheme.bits, 0).T.contiguous()
+    zero = _gptq_zeros(scheme, parts["qzeros"])[:, : shape[0]].T.float()
+    return q, parts["scales"].T, zero, parts["g_idx"].long() if scheme.reordered else None
+
+
+def _gptq_zeros(scheme: Scheme, words: torch.Tensor) -> torch.Tensor:
+    """[groups, out] uint8. In the first format 1 is added to whole words, as it was subtracted, with carries.
+
+    Some writers say that they write the first format and write the second: seen in zeros that are the middle of the
+    range already, where quantisation was symmetric.
+    """
+    zeros = _unpack(words, scheme.bits, 1)
+    middle = 1 << (scheme.bits - 1)
+    if not scheme.zeros_less_one or (scheme.symmetric and bool((zeros == middle).all())):
+        return zeros
+    ones = sum(1 << shift for shift in range(0, 32, scheme.bits))
+    return _unpack(words.long() + ones, scheme.bits, 1)
+
+
+def _unpacked_awq(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
+    q, zero = (_in_awq_order(_unpack(parts[name], scheme.bits, 1)) for name in ("qweight", "qzeros"))
+    return q.T.contiguous(), parts["scales"].T, zero.T.float(), None
+
+
+def _in_awq_order(values: torch.Tensor) -> torch.Tensor:
+    """AutoAWQ packs each eight outputs as 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first; here back in order."""
+    return values.view(values.shape[0], -1, 8)[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
+
+
+def _unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The integers of `bits` bits in each 32-bit word, lowest first, following each other along `dim`; uint8."""
+    mask = (1 << bits) - 1
+    values = [((words >> shift) & mask).to(torch.uint8) for shift in range(0, 32, bits)]
+    return torch.stack(values, dim + 1).flatten(dim, dim + 1)
+
+
+_UNPACKED: Mapping[Layout, Callable[[Scheme, Mapping[str, torch.Tensor], tuple[int, int]], Unpacked]] = {
+    Layout.SCALED: _unpacked_scaled,
+    Layout.PACKED: _unpacked_packed,
+    Layout.GPTQ: _unpacked_gptq,
+    Layout.AWQ: _unpacked_awq,
+}
