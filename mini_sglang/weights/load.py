@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
-from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.progress import progress
-from mini_sglang.weights.quantization import open_quantized
-from mini_sglang.weights.safetensors import open_safetensors
+from mini_sglang.weights.quantization import open_folder
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot, listed
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -35,23 +32,11 @@ def load_weights(
     It holds one tensor at a time beside the model, the largest first, while most of the model's memory is untouched.
     Raises WeightsError, before any slot is filled, that lists all missing, unexpected and misshapen tensors.
     """
-    tensors = open_tensors(source, config, slots)
+    is_gguf = source.kind == "gguf"
+    tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else open_folder(source.path, slots)
     plan = _match(tensors, slots, tied=config.tie_word_embeddings, where=str(source.path))
     plan.sort(key=lambda pair: math.prod(pair[0].shape), reverse=True)
     _fill(plan, f"Loading {source.name}", show_progress)
-
-
-def open_tensors(source: ModelSource, config: ModelConfig, names: Container[str]) -> dict[str, CheckpointTensor]:
-    """The checkpoint's tensors under the names that a model knows, which `names` lists; nothing is read yet.
-
-    Raises WeightsError for what cannot be read or dequantised.
-    """
-    if source.kind == "gguf":
-        return open_gguf(GGUFFile(source.path), config)
-    quantization = read_quantization(source.path)
-    if quantization is None:
-        return name_experts(open_safetensors(source.path))
-    return name_experts(open_quantized(source.path, quantization, names))
 
 
 def load_dummy_weights(

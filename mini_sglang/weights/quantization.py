@@ -1,4 +1,4 @@
-"""The tensors of a quantised checkpoint as a model knows them: each matrix is dequantised when it is loaded.
+"""The tensors of a folder of safetensors as a model knows them; quantised matrices are dequantised when they load.
 
 `quantization_config.py` says how matrices are stored, this module finds the tensors that make up each one, checks that
 they fit, and computes it in float32, one matrix at a time. It knows no model; shards are cut from the whole matrix, so
@@ -14,14 +14,17 @@ from pathlib import Path
 
 import torch
 
+from mini_sglang.weights.experts import name_experts
+from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.quantization_config import Layout, Quantization, Scheme
-from mini_sglang.weights.safetensors import FLOATS, StoredTensor, as_they_are, stored_tensors
+from mini_sglang.weights.safetensors import open_safetensors
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 
 logger = logging.getLogger(__name__)
 
+_FLOATS = frozenset({"F32", "F16", "BF16"})
 _CHUNK = 1 << 22  # weights to dequantise at a time: bounds the temporaries
-_SCALES = FLOATS | {"F8_E8M0"}
+_SCALES = _FLOATS | {"F8_E8M0"}
 _INDICES = frozenset({"I32", "I64"})
 _MATRIX_PARTS = frozenset({"weight", "weight_packed", "qweight"})  # a module with one that is no float is quantised
 # Of activations and of the KV cache, which stay in the engine's dtype.
@@ -35,13 +38,27 @@ _PASSED_OVER = frozenset(
 Shape = tuple[int, ...]
 
 
-def open_quantized(folder: Path, quantization: Quantization, names: Container[str]) -> dict[str, CheckpointTensor]:
-    """Every tensor of the folder's safetensors by name, quantised matrices as `….weight`; only headers are read.
+def open_folder(folder: Path, names: Container[str]) -> dict[str, CheckpointTensor]:
+    """Every tensor of a folder of safetensors under the name that a model knows; only headers are read.
 
     `names` are those that the model has a place for: a bias that is all zeros, as AutoGPTQ adds to every matrix, is
-    left out where there is none. Raises WeightsError that lists the matrices whose tensors do not fit their scheme.
+    left out where there is none. Raises WeightsError for files and dtypes that cannot be read, and one that lists the
+    quantised matrices whose tensors do not fit their scheme.
     """
-    stored = stored_tensors(folder)
+    tensors, quantization = open_safetensors(folder), read_quantization(folder)
+    if quantization is not None:
+        tensors = _dequantised(tensors, quantization, names, folder)
+    refused = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors.values() if tensor.dtype not in _FLOATS]
+    if refused:
+        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {listed(refused)}")
+    return name_experts(tensors)
+
+
+def _dequantised(
+    tensors: Mapping[str, CheckpointTensor], quantization: Quantization, names: Container[str], folder: Path
+) -> dict[str, CheckpointTensor]:
+    """The same tensors, with one `….weight` for the tensors of each quantised matrix."""
+    stored = dict(tensors)
     modules = [_split(name)[0] for name, tensor in stored.items() if _is_quantized(tensor)]
     matrices: dict[str, CheckpointTensor] = {}
     problems: list[str] = []
@@ -56,7 +73,7 @@ def open_quantized(folder: Path, quantization: Quantization, names: Container[st
             for name in (*(part.name for part in matrix.parts.values()), *unused):
                 stored.pop(name, None)
             bias = f"{module}.bias"
-            if bias in stored and bias not in names and not stored[bias].read().any():
+            if bias in stored and bias not in names and not stored[bias].dense().any():
                 del stored[bias]
     if problems:
         method = quantization.method
@@ -64,8 +81,9 @@ def open_quantized(folder: Path, quantization: Quantization, names: Container[st
     passed_over = [name for name in stored if _split(name)[1] in _PASSED_OVER]
     if passed_over:
         logger.info("passed over %d scales of activations or the KV cache, which are not quantised", len(passed_over))
-    rest = {name: tensor for name, tensor in stored.items() if name not in set(passed_over)}
-    return {**as_they_are(rest, folder), **matrices}
+    for name in passed_over:
+        del stored[name]
+    return {**stored, **matrices}
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -73,8 +91,8 @@ def _split(name: str) -> tuple[str, str]:
     return module, part
 
 
-def _is_quantized(tensor: StoredTensor) -> bool:
-    return _split(tensor.name)[1] in _MATRIX_PARTS and tensor.dtype not in FLOATS
+def _is_quantized(tensor: CheckpointTensor) -> bool:
+    return _split(tensor.name)[1] in _MATRIX_PARTS and tensor.dtype not in _FLOATS
 
 
 # -- one matrix --------------------------------------------------------------------------------------------------------
@@ -87,25 +105,25 @@ class _Matrix:
     module: str
     scheme: Scheme
     shape: tuple[int, int]  # [out, in], dequantised
-    parts: Mapping[str, StoredTensor]
+    parts: Mapping[str, CheckpointTensor]
 
     def as_checkpoint_tensor(self) -> CheckpointTensor:
         return CheckpointTensor(f"{self.module}.weight", self.shape, self._dense)
 
     def _dense(self) -> torch.Tensor:
         try:
-            return dequantise(self.scheme, {name: part.read() for name, part in self.parts.items()}, self.shape)
+            return dequantise(self.scheme, {name: part.dense() for name, part in self.parts.items()}, self.shape)
         except ValueError as error:
             raise WeightsError(f"{self.module}: {error}") from error
 
 
-def _matrix(module: str, scheme: Scheme | None, stored: Mapping[str, StoredTensor]) -> _Matrix:
+def _matrix(module: str, scheme: Scheme | None, stored: Mapping[str, CheckpointTensor]) -> _Matrix:
     """Find the tensors of a quantised module. Raises ValueError that says what does not fit."""
     if scheme is None:
         raise ValueError("it is quantised, though quantization_config leaves it out")
-    parts: dict[str, StoredTensor] = {}
+    parts: dict[str, CheckpointTensor] = {}
 
-    def part(name: str, dtypes: Container[str], *aliases: str) -> StoredTensor:
+    def part(name: str, dtypes: Container[str], *aliases: str) -> CheckpointTensor:
         found = next((stored[f"{module}.{key}"] for key in (name, *aliases) if f"{module}.{key}" in stored), None)
         if found is None:
             raise ValueError(f"{name} is missing")
@@ -121,7 +139,7 @@ def _matrix(module: str, scheme: Scheme | None, stored: Mapping[str, StoredTenso
     return _Matrix(module, scheme, shape, parts)
 
 
-Part = Callable[..., StoredTensor]
+Part = Callable[..., CheckpointTensor]
 Expected = tuple[
     tuple[int, int], dict[str, list[Shape]]
 ]  # the matrix's shape, and the shapes that its tensors may have
@@ -144,7 +162,7 @@ def _expected_packed(scheme: Scheme, part: Part) -> Expected:
     out, words = _two_sizes(part("weight_packed", {"I32"}))
     part("weight_scale", _SCALES)
     stated = part("weight_shape", _INDICES)
-    sizes = stated.read().tolist() if stated.shape == (2,) else []
+    sizes = stated.dense().tolist() if stated.shape == (2,) else []
     if len(sizes) != 2 or sizes[0] != out or _ceil(sizes[1] * scheme.bits, 32) != words:
         raise ValueError(f"weight_shape {sizes} does not fit weight_packed of {[out, words]}")
     columns = int(sizes[1])
@@ -167,7 +185,7 @@ def _expected_gptq(scheme: Scheme, part: Part) -> Expected:
     columns = words * 32 // scheme.bits
     groups = _grid(scheme, out, columns)[1]
     part("qzeros", {"I32"})
-    part("scales", FLOATS)
+    part("scales", _FLOATS)
     expected: dict[str, list[Shape]] = {"qzeros": [(groups, _ceil(out * scheme.bits, 32))], "scales": [(groups, out)]}
     if scheme.reordered:
         part("g_idx", _INDICES)
@@ -180,7 +198,7 @@ def _expected_awq(scheme: Scheme, part: Part) -> Expected:
     out = words * 32 // scheme.bits
     groups = _grid(scheme, out, columns)[1]
     part("qzeros", {"I32"})
-    part("scales", FLOATS)
+    part("scales", _FLOATS)
     return (out, columns), {"qzeros": [(groups, words)], "scales": [(groups, out)]}
 
 
@@ -199,7 +217,7 @@ _UNUSED: Mapping[Layout, tuple[str, ...]] = {
 }
 
 
-def _two_sizes(tensor: StoredTensor) -> tuple[int, int]:
+def _two_sizes(tensor: CheckpointTensor) -> tuple[int, int]:
     if len(tensor.shape) != 2:
         raise ValueError(f"{_split(tensor.name)[1]} must have two dimensions, got {list(tensor.shape)}")
     return tensor.shape[0], tensor.shape[1]

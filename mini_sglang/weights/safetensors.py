@@ -6,8 +6,7 @@ It never reads pickle: other weight formats are not looked at. Knows no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,48 +17,20 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-FLOATS = frozenset({"F32", "F16", "BF16"})
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as the file has it: nothing is read before `read` is called."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it: "BF16", "F8_E4M3", "I32", …
-    read: Callable[[], torch.Tensor]  # maybe a view of the mapped file
 
 
 def open_safetensors(folder: Path) -> dict[str, CheckpointTensor]:
-    """Every tensor of a folder of plain floats by name; it reads the headers, not the values.
-
-    Raises WeightsError for dtypes that are not plain floats, and what `stored_tensors` raises.
-    """
-    return as_they_are(stored_tensors(folder), folder)
-
-
-def as_they_are(tensors: Mapping[str, StoredTensor], folder: Path) -> dict[str, CheckpointTensor]:
-    """The same tensors, for a model to load. Raises WeightsError for dtypes that are not plain floats."""
-    refused = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors.values() if tensor.dtype not in FLOATS]
-    if refused:
-        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {listed(refused)}")
-    return {name: CheckpointTensor(name, tensor.shape, tensor.read) for name, tensor in tensors.items()}
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's safetensors by name, of whatever dtype.
+    """Every tensor of the folder's safetensors by name, of whatever dtype; it reads the headers, not the values.
 
     Raises WeightsError for missing shards and unreadable files, FileNotFoundError for a folder without safetensors.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, CheckpointTensor] = {}
     for path in shard_paths(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    view = file.get_slice(name)
-                    read = partial(_read, path, name)
-                    tensors[name] = StoredTensor(name, tuple(view.get_shape()), str(view.get_dtype()), read)
+                    view, read = file.get_slice(name), partial(_read, path, name)
+                    tensors[name] = CheckpointTensor(name, tuple(view.get_shape()), read, dtype=view.get_dtype())
         except SafetensorError as error:
             raise WeightsError(f"{path} {_damage(path)}: {error}") from error
     _check_index(folder, tensors)
@@ -80,7 +51,7 @@ def _damage(path: Path) -> str:
     return "is cut short or its header is damaged"
 
 
-def _check_index(folder: Path, tensors: Collection[str]) -> None:
+def _check_index(folder: Path, tensors: Mapping[str, CheckpointTensor]) -> None:
     """Raise WeightsError, naming the file, if a shard lacks what the index says it holds and no other one has it."""
     index = folder / INDEX_NAME
     if not index.is_file():
