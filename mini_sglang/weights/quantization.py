@@ -23,7 +23,7 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 logger = logging.getLogger(__name__)
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
-_CHUNK = 1 << 22  # weights to dequantise at a time: bounds the temporaries
+_CHUNK = 1 << 20  # weights to dequantise at a time: bounds the temporaries
 _SCALES = _FLOATS | {"F8_E8M0"}
 _INDICES = frozenset({"I32", "I64"})
 _MATRIX_PARTS = frozenset({"weight", "weight_packed", "qweight"})  # a module with one that is no float is quantised
@@ -218,8 +218,8 @@ _UNUSED: Mapping[Layout, tuple[str, ...]] = {
 
 
 def _two_sizes(tensor: CheckpointTensor) -> tuple[int, int]:
-    if len(tensor.shape) != 2:
-        raise ValueError(f"{_split(tensor.name)[1]} must have two dimensions, got {list(tensor.shape)}")
+    if len(tensor.shape) != 2 or 0 in tensor.shape:
+        raise ValueError(f"{_split(tensor.name)[1]} must be a matrix, got {list(tensor.shape)}")
     return tensor.shape[0], tensor.shape[1]
 
 
@@ -251,31 +251,29 @@ def _ceil(number: int, divisor: int) -> int:
 def dequantise(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
     """scale * (q - zero) → [out, in] float32, from tensors of the shapes that their layout has."""
     q, scale, zero, group_of = _UNPACKED[scheme.layout](scheme, parts, shape)
-    rows_of_block, columns_of_block = (1, None) if scheme.block is None else scheme.block
-    scale = scale.float().reshape(-1, 1) if scheme.block is None else scale.float().reshape(_grid(scheme, *shape))
-    row_of = _block_of(shape[0], rows_of_block if scale.shape[0] > 1 else None)
-    if group_of is None:
-        group_of = _block_of(shape[1], columns_of_block)
-    elif shape[1] and not 0 <= int(group_of.min()) <= int(group_of.max()) < scale.shape[1]:
-        raise ValueError(f"columns belong to groups outside of the {scale.shape[1]} that there are")
+    rows_of_block, columns_of_block = scheme.block or (None if scale.numel() == 1 else 1, None)
+    row_of = (
+        torch.zeros(shape[0], dtype=torch.int64) if rows_of_block is None else torch.arange(shape[0]) // rows_of_block
+    )
+    width = columns_of_block or shape[1]  # columns that follow each other and share a scale
+    if group_of is not None or shape[1] % width:
+        group_of, width = torch.arange(shape[1]) // width if group_of is None else group_of, 1
+        if not 0 <= int(group_of.min()) <= int(group_of.max()) < scale.shape[1]:
+            raise ValueError(f"columns belong to groups outside of the {scale.shape[1]} that there are")
+
+    def spread(values: torch.Tensor, rows: slice) -> torch.Tensor:
+        of_rows = values[row_of[rows]]
+        return (of_rows if group_of is None else of_rows.index_select(1, group_of))[:, :, None]
+
     result = torch.empty(shape)
-    for rows in torch.arange(shape[0]).split(max(1, _CHUNK // max(1, shape[1]))):
-        span = slice(int(rows[0]), int(rows[-1]) + 1)
-        torch.sub(q[span].float(), _spread(zero, row_of[span], group_of), out=result[span])
-        result[span] *= _spread(scale, row_of[span], group_of)
+    step = max(1, _CHUNK // shape[1])
+    for start in range(0, shape[0], step):
+        rows = slice(start, start + step)
+        chunk = result[rows].view(-1, shape[1] // width, width)
+        chunk.copy_(q[rows].view(chunk.shape))
+        chunk -= spread(zero, rows) if isinstance(zero, torch.Tensor) else zero
+        chunk *= spread(scale, rows)
     return result
-
-
-def _block_of(size: int, block: int | None) -> torch.Tensor:
-    """The block that each of `size` rows or columns belongs to."""
-    return torch.zeros(size, dtype=torch.int64) if block is None else torch.arange(size) // block
-
-
-def _spread(values: torch.Tensor | float, row_of: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
-    """The value of the block that each element of these rows belongs to; one value for all as it is."""
-    if not isinstance(values, torch.Tensor):
-        return torch.tensor(values)
-    return values[row_of] if values.shape[1] == 1 else values[row_of].index_select(1, group_of)
 
 
 # q [out, in]; scale and zero with a value for each block; the group of each column, where columns are not in order
@@ -283,29 +281,28 @@ Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | float, torch.Tensor 
 
 
 def _unpacked_scaled(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
-    zero: torch.Tensor | float = 0.0
-    if not scheme.symmetric:
-        zero = parts["weight_zero_point"].float().reshape(_grid(scheme, *shape))
-    return parts["weight"], parts["weight_scale"], zero, None
+    grid = (-1, 1) if scheme.block is None else _grid(scheme, *shape)
+    zero = 0.0 if scheme.symmetric else parts["weight_zero_point"].float().reshape(grid)
+    return parts["weight"], parts["weight_scale"].float().reshape(grid), zero, None
 
 
 def _unpacked_packed(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
-    """Integers and zeros are stored with half their range added."""
-    half = float(1 << (scheme.bits - 1))
-    q = _unpack(parts["weight_packed"], scheme.bits, 1)[:, : shape[1]]
+    """Integers and zeros are stored with half their range added, but for the one zero of a whole matrix."""
+    half, grid = float(1 << (scheme.bits - 1)), _grid(scheme, *shape)
+    q = _unpack(parts["weight_packed"], scheme.bits)[:, : shape[1]].contiguous()
     zero: torch.Tensor | float = half
-    grid = _grid(scheme, *shape)
-    if not scheme.symmetric and scheme.block == (None, None):
-        zero = parts["weight_zero_point"].float().reshape(grid) + half
-    elif not scheme.symmetric:
-        zero = _unpack(parts["weight_zero_point"], scheme.bits, 0)[: grid[0]].float()
-    return q, parts["weight_scale"], zero, parts["weight_g_idx"].long() if scheme.reordered else None
+    if not scheme.symmetric:
+        stored = parts["weight_zero_point"]
+        alone = scheme.block == (None, None)
+        zero = stored.float().reshape(grid) + half if alone else _unpack(stored.T, scheme.bits)[:, : grid[0]].T.float()
+    group_of = parts["weight_g_idx"].long() if scheme.reordered else None
+    return q, parts["weight_scale"].float().reshape(grid), zero, group_of
 
 
 def _unpacked_gptq(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
-    q = _unpack(parts["qweight"], scheme.bits, 0).T.contiguous()
+    q = _unpack(parts["qweight"].T, scheme.bits)
     zero = _gptq_zeros(scheme, parts["qzeros"])[:, : shape[0]].T.float()
-    return q, parts["scales"].T, zero, parts["g_idx"].long() if scheme.reordered else None
+    return q, parts["scales"].T.float(), zero, parts["g_idx"].long() if scheme.reordered else None
 
 
 def _gptq_zeros(scheme: Scheme, words: torch.Tensor) -> torch.Tensor:
@@ -314,17 +311,16 @@ def _gptq_zeros(scheme: Scheme, words: torch.Tensor) -> torch.Tensor:
     Some writers say that they write the first format and write the second: seen in zeros that are the middle of the
     range already, where quantisation was symmetric.
     """
-    zeros = _unpack(words, scheme.bits, 1)
+    zeros = _unpack(words, scheme.bits)
     middle = 1 << (scheme.bits - 1)
     if not scheme.zeros_less_one or (scheme.symmetric and bool((zeros == middle).all())):
         return zeros
-    ones = sum(1 << shift for shift in range(0, 32, scheme.bits))
-    return _unpack(words.long() + ones, scheme.bits, 1)
+    return _unpack(words + sum(1 << shift for shift in range(0, 32, scheme.bits)), scheme.bits)
 
 
 def _unpacked_awq(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
-    q, zero = (_in_awq_order(_unpack(parts[name], scheme.bits, 1)) for name in ("qweight", "qzeros"))
-    return q.T.contiguous(), parts["scales"].T, zero.T.float(), None
+    q, zero = (_in_awq_order(_unpack(parts[name], scheme.bits)) for name in ("qweight", "qzeros"))
+    return q.T.contiguous(), parts["scales"].T.float(), zero.T.float(), None
 
 
 def _in_awq_order(values: torch.Tensor) -> torch.Tensor:
@@ -332,11 +328,10 @@ def _in_awq_order(values: torch.Tensor) -> torch.Tensor:
     return values.view(values.shape[0], -1, 8)[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
 
 
-def _unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The integers of `bits` bits in each 32-bit word, lowest first, following each other along `dim`; uint8."""
-    mask = (1 << bits) - 1
-    values = [((words >> shift) & mask).to(torch.uint8) for shift in range(0, 32, bits)]
-    return torch.stack(values, dim + 1).flatten(dim, dim + 1)
+def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """[rows, n] int32 → the integers of 4 or 8 bits in each word, lowest first, [rows, n * 32 / bits] uint8"""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 0x0F, octets >> 4), -1).flatten(1)
 
 
 _UNPACKED: Mapping[Layout, Callable[[Scheme, Mapping[str, torch.Tensor], tuple[int, int]], Unpacked]] = {
