@@ -164,7 +164,7 @@ def fp8_per(unit: str) -> Format:
 def compressed(layout: str, weights: Mapping[str, Any], **config: Any) -> dict[str, Any]:
     """The config that compressed-tensors writes."""
     empty = {"dynamic": False, "observer": "minmax", "observer_kwargs": {}, "group_size": None, "block_structure": None}
-    group = {"targets": ["Linear"], "weights": {**empty, **weights}, "input_activations": None}
+    group = {"targets": ["Linear"], "format": layout, "weights": {**empty, **weights}, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -206,6 +206,8 @@ def compressed_int(strategy: str, size: int | None = None, *, symmetric: bool = 
         parts = {"weight": torch.from_numpy((q - 128).astype(np.int8)), "weight_scale": torch.from_numpy(scales)}
         if not symmetric:
             parts["weight_zero_point"] = torch.from_numpy((zeros - 128).astype(np.int8))
+        if strategy == "tensor":
+            parts |= {name: value.reshape(1) for name, value in parts.items() if name != "weight"}
         return parts, kept
 
     weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, **_strategy(strategy, size)}
