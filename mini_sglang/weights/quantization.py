@@ -50,7 +50,8 @@ def open_folder(folder: Path, names: Container[str]) -> dict[str, CheckpointTens
         tensors = _dequantised(tensors, quantization, names, folder)
     refused = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors.values() if tensor.dtype not in _FLOATS]
     if refused:
-        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {listed(refused)}")
+        unstated = "" if quantization else ", and config.json has no quantization_config"
+        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16{unstated}: {listed(refused)}")
     return name_experts(tensors)
 
 
@@ -79,8 +80,11 @@ def _dequantised(
         method = quantization.method
         raise WeightsError(f"{folder}: {len(problems)} matrices cannot be read as {method}: {listed(problems)}")
     passed_over = [name for name in stored if _split(name)[1] in _PASSED_OVER]
-    if passed_over:
-        logger.info("passed over %d scales of activations or the KV cache, which are not quantised", len(passed_over))
+    logger.info(
+        "%d matrices (%s) are dequantised while they load; activations and the KV cache are not quantised as the "
+        "checkpoint says, and %d scales for them are passed over",
+        *(len(matrices), quantization.method, len(passed_over)),
+    )
     for name in passed_over:
         del stored[name]
     return {**stored, **matrices}

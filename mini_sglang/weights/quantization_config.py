@@ -127,13 +127,15 @@ def _read_compressed_tensors(stated: Mapping[str, Any]) -> Quantization:
     if stated.get("transform_config"):
         raise ValueError("transform_config is not supported")
     groups = stated.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not isinstance(groups, Mapping):
         raise ValueError(f"config_groups must be a mapping of groups, got {shorten(groups)}")
     named: list[tuple[re.Pattern[str], Scheme]] = []
     classes: list[tuple[re.Pattern[str], Scheme]] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping):
             raise ValueError(f"config_groups {shorten(name)} must be a mapping, got {shorten(group)}")
+        if group.get("weights") is None:  # activations alone
+            continue
         scheme = _compressed_scheme(group, group.get("format") or stated.get("format"))
         for target in _strings(group, "targets"):
             (classes if target in _CLASSES else named).append((_module_pattern(target), scheme))

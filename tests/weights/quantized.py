@@ -81,14 +81,18 @@ def blocks(shape: tuple[int, int], rows: int, columns: int) -> list[tuple[int, i
     ]
 
 
-def float8(matrix: Floats, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, Floats]:
-    """q, scales [grid] and the dequantised matrix; the scale of a block of zeros is 0."""
+def float8(
+    matrix: Floats, rows: int, columns: int, *, powers: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+    """q, scales [grid], `powers` of 2 or any, and the dequantised matrix; the scale of a block of zeros is 0 or 1."""
     grid = (ceil(matrix.shape[0], rows), ceil(matrix.shape[1], columns))
     q, scales = torch.zeros(matrix.shape, dtype=torch.float8_e4m3fn), torch.zeros(grid)
     kept = np.zeros_like(matrix)
     for i, j, down, along in blocks(matrix.shape, rows, columns):
         block = torch.from_numpy(matrix[down, along])
         scale = block.abs().max() / 448
+        if powers:
+            scale = torch.exp2(torch.ceil(torch.log2(scale))) if scale > 0 else torch.tensor(1.0)
         if scale > 0:
             q[down, along] = (block / scale).to(torch.float8_e4m3fn)
         scales[i, j] = scale
@@ -135,12 +139,15 @@ def pack_last(values: Ints, bits: int, order: tuple[int, ...] | None = None) -> 
 # -- the formats -------------------------------------------------------------------------------------------------------
 
 
-def fp8_blocks(rows: int, columns: int) -> Format:
+def fp8_blocks(rows: int, columns: int, *, powers: bool = False) -> Format:
+    """With `powers`, scales are powers of 2, stored as float8 of exponents alone."""
+
     def quantize(matrix: Floats) -> tuple[dict[str, torch.Tensor], Floats]:
-        q, scales, kept = float8(matrix, rows, columns)
-        return {"weight": q, "weight_scale_inv": scales}, kept
+        q, scales, kept = float8(matrix, rows, columns, powers=powers)
+        return {"weight": q, "weight_scale_inv": scales.to(torch.float8_e8m0fnu) if powers else scales}, kept
 
     stated = {
+        "scale_fmt": "ue8m0" if powers else None,
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -289,6 +296,7 @@ def gptq(
 FORMATS: dict[str, Format] = {
     "fp8, blocks of 128 x 128": fp8_blocks(128, 128),
     "fp8, blocks of 24 x 56": fp8_blocks(24, 56),
+    "fp8, blocks of 128 x 128, scales of exponents": fp8_blocks(128, 128, powers=True),
     "fp8, per tensor, static": fp8_per("tensor"),
     "fp8, per channel": fp8_per("channel"),
     "float-quantized, tensor": compressed_float("tensor"),
