@@ -144,9 +144,8 @@ def _matrix(module: str, scheme: Scheme | None, stored: Mapping[str, CheckpointT
 
 
 Part = Callable[..., CheckpointTensor]
-Expected = tuple[
-    tuple[int, int], dict[str, list[Shape]]
-]  # the matrix's shape, and the shapes that its tensors may have
+# The matrix's [out, in], and by part the shapes that its tensors may have.
+Expected = tuple[tuple[int, int], dict[str, list[Shape]]]
 
 
 def _expected_scaled(scheme: Scheme, part: Part) -> Expected:
@@ -256,9 +255,7 @@ def dequantise(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[i
     """scale * (q - zero) → [out, in] float32, from tensors of the shapes that their layout has."""
     q, scale, zero, group_of = _UNPACKED[scheme.layout](scheme, parts, shape)
     rows_of_block, columns_of_block = scheme.block or (None if scale.numel() == 1 else 1, None)
-    row_of = (
-        torch.zeros(shape[0], dtype=torch.int64) if rows_of_block is None else torch.arange(shape[0]) // rows_of_block
-    )
+    row_of = torch.arange(shape[0]) // (rows_of_block or shape[0])
     width = columns_of_block or shape[1]  # columns that follow each other and share a scale
     if group_of is not None or shape[1] % width:
         group_of, width = torch.arange(shape[1]) // width if group_of is None else group_of, 1
