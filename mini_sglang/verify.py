@@ -2,7 +2,7 @@
 
 The engine runs all prompts in one batch, transformers one after the other without any of our code. A GGUF file reaches
 transformers as a model filled with our dequantised tensors, since its own GGUF loading is slow and gets tokenizers
-wrong.
+wrong; so does a quantised folder, for which it would want a library per format.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf import open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.hub import ModelSource, find_model
 from mini_sglang.weights.model_config import load_model_config
+from mini_sglang.weights.quantization import open_folder
 
 PROMPTS = {
     "capital": "The capital of France is",
@@ -107,12 +109,15 @@ def compare(
 
 def load_reference(source: ModelSource) -> Any:
     """The transformers model, float32, ready to run."""
-    if source.kind == "safetensors":
+    config, is_folder = load_model_config(source), source.kind == "safetensors"
+    if is_folder and read_quantization(source.path) is None:
         return AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).eval()
-    config = load_model_config(source)
-    model = AutoModelForCausalLM.from_config(_hf_config(config), dtype=torch.float32)
-    state = {name: tensor.dense().float() for name, tensor in open_gguf(GGUFFile(source.path), config).items()}
-    state = _with_fused_experts(state)
+    hf_config = AutoConfig.from_pretrained(source.path) if is_folder else _hf_config(config)
+    hf_config.quantization_config = None
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    names = model.state_dict()
+    tensors = open_folder(source.path, names) if is_folder else open_gguf(GGUFFile(source.path), config)
+    state = _with_fused_experts({name: tensor.dense().float() for name, tensor in tensors.items()})
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
         raise ValueError(f"{source.path}: transformers' model lacks {missing} and has no place for {unexpected}")

@@ -21,6 +21,8 @@ from mini_sglang.verify import (
 )
 from mini_sglang.weights.hub import ModelSource
 from tests.tiny import Checkpoints, TinyCheckpoint
+from tests.weights.quantized import FORMATS
+from tests.weights.quantized import write as write_quantized
 
 
 def config_of(checkpoint: TinyCheckpoint) -> EngineConfig:
@@ -48,6 +50,14 @@ def test_a_model_that_is_equal_to_transformers_but_not_as_recorded_is_found_out(
     assert not verify_model(config_of(checkpoint), max_tokens=4, report=lines.append)
     assert "  recorded      DIFFERENT: [-1, -2]" in lines
     assert "DIFFERENT" in lines[-1]
+
+
+def test_a_quantised_folder_equals_transformers_on_its_dequantised_weights(checkpoints: Checkpoints) -> None:
+    lines: list[str] = []
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 72}
+    checkpoint = write_quantized(checkpoints, FORMATS["gptq, groups of 32"], "qwen3_moe", **experts)
+    assert verify_model(config_of(checkpoint), max_tokens=6, report=lines.append)
+    assert sum(line.endswith(": equal") for line in lines) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -23,6 +23,7 @@ from mini_sglang.model_config import (
     RopeScaling,
     stretched_length,
 )
+from mini_sglang.weights.quantization_config import Quantization, quantization_from_hf
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -63,6 +64,11 @@ def end_token_ids(folder: Path) -> frozenset[int]:
     settings = [_read_optional_json(folder / name) for name in ("config.json", "generation_config.json")]
     tokenizer_ids = _tokenizer_eos_ids(folder)
     return frozenset(tokenizer_ids).union(*(eos_token_ids(entry) for entry in settings))
+
+
+def read_quantization(folder: Path) -> Quantization | None:
+    """How the folder's config.json says that its weights are quantised, or None."""
+    return quantization_from_hf(_read_optional_json(folder / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -241,12 +247,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"hidden_act {activation!r} is not supported; only 'silu' is")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
-        raise ValueError(
-            f"quantization_config (quant_method {method!r}) is not supported; "
-            "use an unquantised checkpoint or a GGUF file"
-        )
+    quantization_from_hf(config)
     layer_types = set(map(str, _list(config, "layer_types")))
     if family.sliding_window(config) is not None and len(layer_types) <= 1:
         return

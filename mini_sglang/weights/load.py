@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.progress import progress
-from mini_sglang.weights.safetensors import open_safetensors
+from mini_sglang.weights.quantization import open_folder
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot, listed
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -34,7 +33,7 @@ def load_weights(
     Raises WeightsError, before any slot is filled, that lists all missing, unexpected and misshapen tensors.
     """
     is_gguf = source.kind == "gguf"
-    tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else name_experts(open_safetensors(source.path))
+    tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else open_folder(source.path, slots)
     plan = _match(tensors, slots, tied=config.tie_word_embeddings, where=str(source.path))
     plan.sort(key=lambda pair: math.prod(pair[0].shape), reverse=True)
     _fill(plan, f"Loading {source.name}", show_progress)

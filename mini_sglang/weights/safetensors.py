@@ -17,29 +17,22 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_DTYPES = frozenset({"F32", "F16", "BF16"})
 
 
 def open_safetensors(folder: Path) -> dict[str, CheckpointTensor]:
-    """Every tensor of the folder's safetensors by name; it reads the headers, not the values.
+    """Every tensor of the folder's safetensors by name, of whatever dtype; it reads the headers, not the values.
 
-    Raises WeightsError for missing shards, unreadable files and dtypes that are not plain floats, FileNotFoundError for
-    a folder without safetensors.
+    Raises WeightsError for missing shards and unreadable files, FileNotFoundError for a folder without safetensors.
     """
     tensors: dict[str, CheckpointTensor] = {}
-    refused: list[str] = []
     for path in shard_paths(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    view = file.get_slice(name)
-                    tensors[name] = CheckpointTensor(name, tuple(view.get_shape()), partial(_read, path, name))
-                    if view.get_dtype() not in _DTYPES:
-                        refused.append(f"{name} ({view.get_dtype()})")
+                    view, read = file.get_slice(name), partial(_read, path, name)
+                    tensors[name] = CheckpointTensor(name, tuple(view.get_shape()), read, dtype=view.get_dtype())
         except SafetensorError as error:
             raise WeightsError(f"{path} {_damage(path)}: {error}") from error
-    if refused:
-        raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16: {listed(refused)}")
     _check_index(folder, tensors)
     return tensors
 

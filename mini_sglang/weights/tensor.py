@@ -34,6 +34,7 @@ class CheckpointTensor:
     shape: tuple[int, ...]
     dense: Callable[[], torch.Tensor]
     blocks: Callable[[], QuantizedBlocks | None] = lambda: None
+    dtype: str = "F32"  # of `dense`, as safetensors calls it: "BF16", "F8_E4M3", "I32", …
 
 
 @dataclass(frozen=True)

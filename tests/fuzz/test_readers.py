@@ -19,9 +19,11 @@ from mini_sglang.weights.gguf_config import config_from_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.model_config import load_model_config
-from mini_sglang.weights.safetensors import open_safetensors
+from mini_sglang.weights.quantization import open_folder
 from tests.fuzz.budget import fuzz, kept
 from tests.tiny import Checkpoints
+from tests.weights.quantized import FORMATS
+from tests.weights.quantized import write as write_quantized
 
 Damage = list[tuple[int, bytes]]  # bytes to write at each place
 MOST_READ = 1 << 20  # values of a tensor that are worth reading
@@ -198,7 +200,7 @@ def test_kept_gguf(path: Path) -> None:
 
 def read_safetensors(folder: Path) -> None:
     try:
-        for tensor in open_safetensors(folder).values():
+        for tensor in open_folder(folder, ()).values():
             tensor.dense()
     except (ValueError, FileNotFoundError) as error:
         says_why(error)
@@ -211,6 +213,19 @@ def test_damaged_safetensors(checkpoints: Checkpoints, tmp_path: Path) -> None:
     def check(damage: tuple[Damage, int]) -> None:
         (tmp_path / "model.safetensors").write_bytes(damaged(content, damage))
         read_safetensors(tmp_path)
+
+    fuzz(check, damages(header, len(content)))
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks of 24 x 56", "pack-quantized, channel, asymmetric", "gptq, 8 bits"])
+def test_damaged_quantised_safetensors(name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = write_quantized(checkpoints, FORMATS[name], num_hidden_layers=1).path
+    content = (folder / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+
+    def check(damage: tuple[Damage, int]) -> None:
+        (folder / "model.safetensors").write_bytes(damaged(content, damage))
+        read_safetensors(folder)
 
     fuzz(check, damages(header, len(content)))
 
@@ -261,10 +276,39 @@ FAMILIES = ["llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe
 WHOLE_CONFIG: dict[str, Any] = {
     "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 32,
 }  # fmt: skip
+QUANTIZATION_KEYS = [
+    *("fmt", "expert_dtype", "weight_block_size", "modules_to_not_convert", "ignored_layers", "bits", "w_bit"),
+    *("group_size", "q_group_size", "version", "zero_point", "desc_act", "sym", "checkpoint_format", "pack_dtype"),
+    *("format", "ignore", "targets", "weights", "num_bits", "type", "strategy", "symmetric", "dynamic", "actorder"),
+    *("block_structure", "sparsity_config", "transform_config", "config_groups"),
+]
+SETTINGS = st.dictionaries(
+    st.sampled_from(QUANTIZATION_KEYS),
+    st.sampled_from([4, 8, 128, -1, "int", "float", "group", "block", "gemm", ["Linear"], ["re:.*"], ["re:("], [1, 2]])
+    | JSON,
+    max_size=6,
+)
+QUANTIZATIONS = st.builds(
+    lambda method, group, changes: {
+        "quant_method": method,
+        **({"bits": 4, "group_size": 32, "format": "pack-quantized", "config_groups": {"a": group}}),
+        **changes,
+    },
+    st.sampled_from(["fp8", "awq", "gptq", "compressed-tensors"]) | JSON,
+    st.builds(lambda weights, changes: {"targets": ["Linear"], "weights": weights, **changes}, SETTINGS, SETTINGS)
+    | JSON,
+    SETTINGS,
+)
 CONFIGS = st.builds(
-    lambda family, changes: {"model_type": family, **WHOLE_CONFIG, **changes},
+    lambda family, changes, quantization: {
+        "model_type": family,
+        **WHOLE_CONFIG,
+        **({} if quantization is None else {"quantization_config": quantization}),
+        **changes,
+    },
     st.sampled_from(FAMILIES),
     st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON | ROPE, max_size=5),
+    st.none() | QUANTIZATIONS,
 )
 TOKENS = st.sampled_from(["<|end|>", "a"]) | JSON
 ENTRIES = st.fixed_dictionaries({}, optional={"content": TOKENS, "id": JSON})
