@@ -224,6 +224,7 @@ class _CallsGrammar:
         found = resolved(schema, root)
         types = types_of(found, root)
         if "string" not in types:
+            self._note_closing(closing)  # a number could go on
             return [self._json(name, _with_definitions(found, root), is_value=True), *closing]
         values = _listed_values(found)
         if values is not None:

@@ -42,10 +42,6 @@ class EndingFinder:
         while not matcher.is_stopped():
             if len(token_ids) >= most:
                 return None
-            if forced := matcher.compute_ff_tokens():
-                token_ids += forced
-                matcher.consume_tokens(forced)
-                continue
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
             if not allowed & self._end and (closing := self._closing(matcher, closings)):
                 token_ids += closing

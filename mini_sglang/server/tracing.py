@@ -84,8 +84,8 @@ class Tracing:
     def _write(
         self, request: Request, job: Job, start: float, latest: Mapping[int, RequestOutput], error: Exception | None
     ) -> None:
-        now = time.perf_counter()
-        since_1970 = time.time_ns() - round(now * 1e9)
+        now, wall = time.perf_counter(), time.time_ns()
+        since_1970 = wall - round(now * 1e9)
         ends = [_end(latest[choice], now) if choice in latest else now for choice in range(job.num_choices)]
         attributes = {**_asked(request, job), **_answered(job, latest, error), **_latencies(start, latest, max(ends))}
         span = self._tracer.start_span(

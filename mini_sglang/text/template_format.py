@@ -74,8 +74,9 @@ def format_of(tokenizer: Renders) -> TemplateFormat:
     thoughts = next((thoughts for thoughts in THOUGHTS if any(text in template for text in thoughts.shown)), None)
     writes_tools = re.search(r"\btools\b", template) is not None
     knows_results = writes_tools or re.search(r"""["']tool["']""", template) is not None
+    begins = next(_rendered(tokenizer, [_QUESTION]), "")
     for prompt, text_arguments in _prompts_with_a_call(tokenizer):
-        if notation := _shown_in(prompt) or _derived(prompt):
+        if notation := _shown_in(prompt, begins) or _derived(prompt.removeprefix(begins)):
             return TemplateFormat(
                 notation, thoughts, writes_tools, True, knows_results and _RESULT in prompt, text_arguments
             )
@@ -86,14 +87,14 @@ def format_of(tokenizer: Renders) -> TemplateFormat:
     return TemplateFormat(notation, thoughts, writes_tools, False, writes_results)
 
 
-def _shown_in(prompt: str) -> Notation | None:
-    """The notation in which a prompt has the call of the probe."""
+def _shown_in(prompt: str, begins: str) -> Notation | None:
+    """The notation in which a prompt has the call of the probe. `begins`: what answers begin with."""
     call = {"name": _NAME, "arguments": _ARGUMENTS, "id": _IDS[0]}
     for squeezed in (str, _squeezed):  # white space tells some notations apart
         shown = squeezed(prompt)
         for notation in NOTATIONS:
             written = squeezed(notation.write([call]))
-            if shown.startswith(written) if notation.leading else written in shown:
+            if shown.removeprefix(squeezed(begins)).startswith(written) if notation.leading else written in shown:
                 return notation
     for notation in NOTATIONS:  # in another way that models write in this notation
         match = notation.first.search(prompt)
@@ -103,15 +104,13 @@ def _shown_in(prompt: str) -> Notation | None:
 
 
 def _prompts_with_a_call(tokenizer: Renders) -> Iterator[tuple[str, bool]]:
-    """What follows the question in a conversation with a call, without what an answer begins with, in the ways that
-    templates take it: with the arguments as an object, and as text."""
-    begins = next(_rendered(tokenizer, [_QUESTION]), "")
+    """What follows the question in a conversation with a call, in the ways that templates take it: with the arguments
+    as an object, and as text."""
     for arguments, call_id in itertools.product((_ARGUMENTS, _TEXT_ARGUMENTS), _IDS):
         call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         result = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call_id}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         for prompt in _rendered(tokenizer, [_QUESTION, answer, result]):
-            prompt = prompt.removeprefix(begins)
             # some write the id last, where it says nothing of the notation
             yield prompt.replace(f', "id": "{call_id}"', ""), arguments is _TEXT_ARGUMENTS
 
