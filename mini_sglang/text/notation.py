@@ -56,7 +56,7 @@ class Notation:
     also: tuple[str, ...] = ()  # other ways to begin a call, as regular expressions up to the body
     leading: bool = False  # an answer that has calls begins with one: nothing marks them among text
     nine_letters: bool = False  # ids have nine letters and digits
-    marks: tuple[str, ...] = ()  # tokens of their own within the texts above, besides what stands in angle brackets
+    marks: tuple[str, ...] = ()  # special tokens of it, besides those in brackets in the texts above
     shown: tuple[str, ...] = ()  # texts in a template that shows this notation in words only
     families: str = ""  # which models write so, for the documentation
 
@@ -164,9 +164,7 @@ class Notation:
     def markers(self) -> tuple[str, ...]:
         """Texts that some tokenizers take for special tokens, which answers leave out unless they are asked for."""
         parts = (self.begin, self.head, self.tail, self.end, self.separator, self.parameter)
-        ways = (regex.sub(r"\\(.)", r"\1", regex.sub(r"\(\?[^)]*\)|\[[^]]*\]", " ", way)) for way in self.also)
-        texts = [text for part in (*parts, *ways) for text in _marks(part)]
-        return tuple(dict.fromkeys([*texts, *self.marks]))
+        return tuple(dict.fromkeys([*(text for part in parts for text in _marks(part)), *self.marks]))
 
     def write(self, calls: Sequence[Json]) -> str:
         """Calls as the model writes them, each with `name` and `arguments`, maybe `id`."""
@@ -215,6 +213,7 @@ class Thoughts:
     dropped: tuple[str, ...] = ()  # regular expressions of marks that are neither thought nor text
     muted: str = ""  # a regular expression of what a message begins with that goes to no one here
     muted_ends: tuple[str, ...] = ()  # and what it ends with
+    marks: tuple[str, ...] = ()  # special tokens in those patterns
     shown: tuple[str, ...] = ()  # texts in a template that shows it
     families: str = ""
 
@@ -246,9 +245,9 @@ class Thoughts:
 
     @functools.cached_property
     def markers(self) -> tuple[str, ...]:
-        plain = (regex.sub(r"\\(.)", r"\1", regex.sub(r"\(\?:|\)\??|\[[^]]*\][*+]*", " ", way)) for way in self.dropped)
-        texts = [self.opening, *self.closings, *(text for way in plain for text in _marks(way))]
-        return tuple(dict.fromkeys(texts))
+        """Texts that some tokenizers take for special tokens, which answers leave out unless they are asked for."""
+        parts = [text for text in (self.opening.strip(), *self.closings) if text]
+        return tuple(dict.fromkeys([*parts, *(mark for text in parts for mark in _marks(text)), *self.marks]))
 
 
 def _json(value: Any) -> str:

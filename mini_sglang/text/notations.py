@@ -276,6 +276,7 @@ MISTRAL = Notation(
     end="]",
     also=(r"\[TOOL_CALLS\]\s*(?P<name>[\w\-]++)(?:\[CALL_ID\](?P<id>\w*+))?(?:\[ARGS\])?\s*(?=\{)",),
     nine_letters=True,
+    marks=("[CALL_ID]", "[ARGS]"),
     shown=("[TOOL_CALLS]",),
     families="Mistral up to v7: Nemo, Large, Small 3",
 )
@@ -294,6 +295,7 @@ MISTRAL_V13 = Notation(
     call_id="{id}",
     also=MISTRAL.also,
     nine_letters=True,
+    marks=MISTRAL.marks,
     shown=("[ARGS]",),
     families="Mistral v13: Devstral, Magistral, Ministral 3",
 )
@@ -304,6 +306,7 @@ LLAMA3 = Notation(
     keys=("name", "parameters"),
     also=(r"<\|python_tag\|>\s*(?=\{)", r",\s*(?=\{)"),
     leading=True,
+    marks=("<|python_tag|>",),
     shown=("<|python_tag|>", '"parameters": dictionary'),
     families="Llama 3.1, 3.2 and 3.3",
 )
@@ -406,6 +409,7 @@ COMMAND_R_TEXT = Thoughts(
     opening="",
     closings=(),
     dropped=(r"<\|CHATBOT_TOKEN\|>", r"<\|END_OF_TURN_TOKEN\|>"),
+    marks=("<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
     shown=("<|CHATBOT_TOKEN|>",),
     families="Command R+ (none, only marks around the answer)",
 )
@@ -436,6 +440,7 @@ HARMONY_THINK = Thoughts(
         r"(?:<\|constrain\|>)?\w*+<\|message\|>"
     ),
     muted_ends=("<|call|>", "<|end|>"),
+    marks=("<|start|>", "<|constrain|>"),
     shown=("<|channel|>analysis<|message|>",),
     families="gpt-oss",
 )
@@ -446,6 +451,7 @@ MUSE_THINK = Thoughts(
     anywhere=True,
     forced="<|start|>assistant",
     dropped=(r"<\|start\|>assistant to=user<\|message\|>", r"<\|eo[mt]\|>"),
+    marks=("<|message|>",),
     shown=("to=self<|message|>", "to=self"),
     families="Muse Glimmer",
 )
@@ -454,6 +460,7 @@ KIMI_K3_THINK = Thoughts(
     opening="<|open|>think<|sep|>",
     closings=("<|close|>think<|sep|>", "<|open|>response<|sep|>"),
     dropped=(r"<\|(?:open|close)\|>response<\|sep\|>", r"<\|close\|>message<\|sep\|>", r"<\|end_of_msg\|>"),
+    marks=("<|end_of_msg|>",),
     shown=("<|open|>think", "<|open|>"),
     families="Kimi K3",
 )
@@ -468,6 +475,7 @@ SOLAR_THINK = Thoughts(
         r"<\|begin\|>assistant(?=\s*<\|tool_calls\|>)",
         r"<\|(?:end|calls|flush)\|>",
     ),
+    marks=("<|content|>", "<|tool_calls|>"),
     shown=("assistant<|think|>",),
     families="Solar Open",
 )
@@ -476,6 +484,7 @@ APRIEL_THINK = Thoughts(
     opening="Here are my reasoning steps:\n",
     closings=("[BEGIN FINAL RESPONSE]",),
     dropped=(r"\[END FINAL RESPONSE\]", r"<\|end\|>"),
+    marks=("<|end|>",),
     shown=("[BEGIN FINAL RESPONSE]",),
     families="Apriel 1.5 and 1.6",
 )
@@ -493,6 +502,7 @@ LING_THINK = Thoughts(
     opening="<think>",
     closings=("</think>",),
     dropped=(r"<\|role_end\|>",),
+    marks=("<|role_end|>",),
     shown=("<|role_end|>",),
     families="Ling 3",
 )

@@ -199,3 +199,24 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_looked_for(buil
     tools = model_format.rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
     assert tools.constrain(SamplingParams()).shown_special_ids == [3, 4]
     assert model_format.rules(TemplateBody(), QUESTION, []).constrain(SamplingParams()).shown_special_ids == [4]
+
+
+@pytest.mark.parametrize(
+    ("options", "marks"),
+    [
+        ({"reasoning_parser": "kimi_k3"}, ("<|open|>", "<|sep|>", "<|close|>")),
+        ({"reasoning_parser": "solar_open"}, ("<|begin|>", "<|think|>", "<|content|>")),
+        ({"reasoning_parser": "openai_gptoss"}, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")),
+        ({"tool_call_parser": "mistral"}, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    ],
+)
+def test_a_mark_of_several_special_tokens_is_shown_whole(
+    builtin_tokenizer: Tokenizer, options: Any, marks: tuple[str, ...]
+) -> None:
+    class WithSpecialMarkers(Tokenizer):
+        def special_token_id(self, text: str) -> int | None:
+            return 3 + marks.index(text) if text in marks else None
+
+    tokenizer = WithSpecialMarkers(builtin_tokenizer._tokenizer, builtin_tokenizer.eos_token_ids)
+    rules = ModelFormat.of(tokenizer, ServerConfig(**options)).rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
+    assert rules.constrain(SamplingParams()).shown_special_ids == list(range(3, 3 + len(marks)))
