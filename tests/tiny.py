@@ -7,6 +7,7 @@ expects is not said here, but for what transformers makes of a model.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import json
 import os
@@ -228,6 +229,13 @@ def serve(engine: Engine, tokenizer: MiniTokenizer) -> Iterator[str]:
         for server in servers:
             server.should_exit = True
         thread.join()
+
+
+def with_template(tokenizer: MiniTokenizer, source: str) -> MiniTokenizer:
+    """The same tokenizer with another chat template."""
+    library_tokenizer = copy.copy(tokenizer._tokenizer)
+    library_tokenizer.chat_template = source
+    return MiniTokenizer(library_tokenizer, tokenizer.eos_token_ids)
 
 
 def make_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

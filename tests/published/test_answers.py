@@ -5,7 +5,6 @@ Whole, one character at a time, in every split into two, and token by token wher
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -24,6 +23,7 @@ from mini_sglang.text.tool_prompt import chat_text
 from mini_sglang.weights.hub import resolve_model
 from tests.published.llama_cpp_cases import Case, Message
 from tests.published.material import chat_cases, templates, tokenizer_folder
+from tests.tiny import with_template
 
 Read = tuple[str, str, list[tuple[str, Any]]]
 
@@ -44,10 +44,7 @@ def cases() -> list[Case]:
 @cache
 def model(template: str) -> tuple[Tokenizer, TemplateFormat]:
     """The built-in tokenizer with this chat template, and how it shows that its model writes."""
-    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
-    library_tokenizer = copy.copy(tokenizer._tokenizer)
-    library_tokenizer.chat_template = templates()[template]
-    tokenizer = Tokenizer(library_tokenizer, tokenizer.eos_token_ids)
+    tokenizer = with_template(load_tokenizer(resolve_model("smollm2-135m")), templates()[template])
     return tokenizer, format_of(tokenizer)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from mini_sglang.text.template_format import TemplateFormat, format_of
 from mini_sglang.text.tokenizer import Tokenizer
 from mini_sglang.text.tool_prompt import chat_text
 from tests.published.material import templates
+from tests.tiny import with_template
 
 FEWEST = 62  # of 70
 WRONG = "calls are read as something else"
@@ -51,12 +51,6 @@ class Row:
     name: str
     form: TemplateFormat
     problem: str = ""  # why tools cannot be used
-
-
-def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    library_tokenizer = copy.copy(tokenizer._tokenizer)
-    library_tokenizer.chat_template = source
-    return Tokenizer(library_tokenizer, tokenizer.eos_token_ids)
 
 
 def answer_with(calls: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import functools
 import itertools
 import threading
 import time
@@ -26,6 +26,7 @@ from mini_sglang.server.app import create_app
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 from tests.tiny import RunningServer, run_server
+from tests.tiny import with_template as retemplated
 
 CONTEXT_LENGTH = 512
 PAGE_SIZE = 16
@@ -190,12 +191,7 @@ def make_app(engine: ScriptedEngine, builtin_tokenizer: Tokenizer) -> Callable[.
 def with_template(builtin_tokenizer: Tokenizer) -> Callable[[str], Tokenizer]:
     """`with_template(source)` → the built-in model's tokenizer with another chat template."""
 
-    def make(source: str) -> Tokenizer:
-        library_tokenizer = copy.copy(builtin_tokenizer._tokenizer)
-        library_tokenizer.chat_template = source
-        return Tokenizer(library_tokenizer, builtin_tokenizer.eos_token_ids)
-
-    return make
+    return functools.partial(retemplated, builtin_tokenizer)
 
 
 @pytest.fixture

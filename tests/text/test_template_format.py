@@ -12,7 +12,7 @@ from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.text.notations import GLM45, HERMES, LLAMA3, PYTHONIC
 from mini_sglang.text.template_format import TemplateFormat, format_of
 from mini_sglang.text.tokenizer import Tokenizer
-from tests.text.test_tool_prompt import with_template
+from tests.tiny import with_template
 
 FORM = Callable[[str], TemplateFormat]
 CALLED = [("f", {"a": [1, "x y"]}), ("g", {})]

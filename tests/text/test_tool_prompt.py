@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,13 +21,6 @@ from tests.server.test_chat_tools import MISTRAL as MISTRAL_TEMPLATE
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 QUESTION = {"role": "user", "content": "What time is it?"}
 ADD = {"type": "function", "function": {"name": "add"}}
-
-
-def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    """The same tokenizer with another chat template."""
-    library_tokenizer = copy.copy(tokenizer._tokenizer)
-    library_tokenizer.chat_template = source
-    return Tokenizer(library_tokenizer, tokenizer.eos_token_ids)
 
 
 PLAIN = TemplateFormat(HERMES, None, writes_tools=False, writes_calls=False, writes_results=False)
@@ -54,30 +46,30 @@ def test_the_system_message_that_is_there_goes_first() -> None:
 def test_a_template_shows_how_calls_are_written(
     builtin_tokenizer: Tokenizer, template: str, notation: Notation
 ) -> None:
-    form = format_of(with_template(builtin_tokenizer, template))
+    form = format_of(tiny.with_template(builtin_tokenizer, template))
     assert form.notation == notation
     assert form.writes_tools
 
 
 def test_a_template_without_tools_is_told_of_them_in_hermes(builtin_tokenizer: Tokenizer) -> None:
-    form = format_of(with_template(builtin_tokenizer, "{{ messages }}"))
+    form = format_of(tiny.with_template(builtin_tokenizer, "{{ messages }}"))
     assert form.notation == HERMES
     assert not form.writes_tools
 
 
 def test_a_template_that_knows_tools_and_shows_no_notation_has_none(builtin_tokenizer: Tokenizer) -> None:
-    assert format_of(with_template(builtin_tokenizer, "{{ tools }}")).notation is None
+    assert format_of(tiny.with_template(builtin_tokenizer, "{{ tools }}")).notation is None
 
 
 def test_the_callers_messages_keep_their_ids(builtin_tokenizer: Tokenizer) -> None:
     messages = [QUESTION, {"role": "tool", "content": "3", "tool_call_id": "call_123456"}]
-    tokenizer = with_template(builtin_tokenizer, MISTRAL_TEMPLATE)
+    tokenizer = tiny.with_template(builtin_tokenizer, MISTRAL_TEMPLATE)
     assert "call_123456" not in tokenizer.decode(render_chat(tokenizer, messages, [], format_of(tokenizer)))
     assert messages[1]["tool_call_id"] == "call_123456"
 
 
 def test_a_templates_argument_may_have_any_name(builtin_tokenizer: Tokenizer) -> None:
-    tokenizer = with_template(builtin_tokenizer, "{{ syntax }}")
+    tokenizer = tiny.with_template(builtin_tokenizer, "{{ syntax }}")
     assert tokenizer.decode(render_chat(tokenizer, [QUESTION], [], format_of(tokenizer), syntax="mine")) == "mine"
 
 
@@ -131,7 +123,7 @@ def test_llm_and_server_make_the_same_prompt(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, template: str | None, body: Mapping[str, Any]
 ) -> None:
     if template is not None:
-        monkeypatch.setattr(llm, "tokenizer", with_template(llm.tokenizer, template))
+        monkeypatch.setattr(llm, "tokenizer", tiny.with_template(llm.tokenizer, template))
     prompts: list[list[int]] = []
     add_request = llm.engine.add_request
 
