@@ -146,19 +146,15 @@ class _CallsGrammar:
 
     def _call(self, name: str, head: str | None = None) -> list[str]:
         """One call of a function; `head` instead of the notation's."""
-        before = self._filled(self._notation.head if head is None else head, name)
+        slots = {**_SLOT_TERMINALS, "name": lark_string(name)}
+        before = self._filled(self._notation.head if head is None else head, slots)
         return [*before, *self._body(name, self._functions[name]), *self.text(self._notation.tail)]
 
-    def _filled(self, text: str, name: str) -> list[str]:
-        """A text with slots, for one function."""
+    def _filled(self, text: str, slots: Mapping[str, str]) -> list[str]:
+        """A text with slots, for which these symbols stand."""
         symbols: list[str] = []
         for index, part in enumerate(self._notation.slots(text)):
-            if index % 2 == 0:
-                symbols += self.text(part)
-            elif part == "name":
-                symbols.append(lark_string(name))
-            else:
-                symbols.append(_SLOT_TERMINALS[part])
+            symbols += [slots[part]] if index % 2 else self.text(part)
         return symbols
 
     def _body(self, name: str, schema: Mapping[str, Any] | None) -> list[str]:
@@ -205,18 +201,13 @@ class _CallsGrammar:
 
     def _filled_key(self, text: str, key: str | None, types: frozenset[str] | None) -> list[str]:
         """What stands before a value."""
-        is_text = types is None or types == {"string"}
-        symbols: list[str] = []
-        for index, part in enumerate(self._notation.slots(text)):
-            if index % 2 == 0:
-                symbols += self.text(part)
-            elif part == "key":
-                symbols.append(_KEY if key is None else lark_string(key))
-            elif part == "string":
-                symbols.append('"true"' if is_text else '"false"')
-            else:
-                symbols.append('"string"' if is_text else lark_string(min(types or {"string"})))
-        return symbols
+        of_type = {"string"} if types is None or ("string" in types and len(types) == 1) else types
+        slots = {
+            "key": _KEY if key is None else lark_string(key),
+            "string": '"true"' if of_type == {"string"} else '"false"',
+            "type": lark_string(min(of_type)),
+        }
+        return self._filled(text, slots)
 
     def _bare_value(self, name: str, key: str, schema: Any, root: Mapping[str, Any], after: str) -> list[str]:
         """A value and what stands after it: as JSON, or any text up to the closing tag."""
@@ -302,7 +293,7 @@ class _CallsGrammar:
     def _gemma_constant(self, value: Any) -> list[str]:
         if isinstance(value, str):
             quote = self.text('<|"|>')
-            return [*quote, spelled(value), *quote] if value else [*quote, *quote]
+            return [*quote, *([spelled(value)] if value else []), *quote]
         return [lark_string(json.dumps(value))]
 
     def _any_value(self, depth: int) -> str:

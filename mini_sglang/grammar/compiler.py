@@ -134,7 +134,7 @@ class Matcher:
         """Take the way to the end if there is little more room than it takes.
 
         What the model says next may make it longer, as one more object does that it opens. As much is kept free as it
-        has grown so far from one look to the next.
+        has grown so far from one look to the next, or, between two calls, as one more call may need.
         """
         room = self._tokens_left - 1  # an answer that ends with its very last token counts as cut off
         ending = self._finder.find(self._matcher.deep_copy(), room, self._closings)

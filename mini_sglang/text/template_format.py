@@ -74,7 +74,7 @@ def format_of(tokenizer: Renders) -> TemplateFormat:
     thoughts = next((thoughts for thoughts in THOUGHTS if any(text in template for text in thoughts.shown)), None)
     writes_tools = re.search(r"\btools\b", template) is not None
     knows_results = writes_tools or re.search(r"""["']tool["']""", template) is not None
-    begins = next(_rendered(tokenizer, [_QUESTION]), "")
+    begins = _rendered(tokenizer, [_QUESTION])
     for prompt, text_arguments in _prompts_with_a_call(tokenizer):
         if notation := _shown_in(prompt, begins) or _derived(prompt.removeprefix(begins)):
             return TemplateFormat(
@@ -83,7 +83,8 @@ def format_of(tokenizer: Renders) -> TemplateFormat:
     notation = next((notation for notation in NOTATIONS if any(text in template for text in notation.shown)), None)
     if notation is None and not writes_tools:
         notation = HERMES
-    writes_results = knows_results and any(_RESULT in prompt for prompt in _prompts_with_a_result(tokenizer))
+    answer = {"role": "assistant", "content": "Answer"}
+    writes_results = knows_results and _RESULT in _rendered(tokenizer, [_QUESTION, answer, _result(_IDS[0])])
     return TemplateFormat(notation, thoughts, writes_tools, False, writes_results)
 
 
@@ -108,25 +109,23 @@ def _prompts_with_a_call(tokenizer: Renders) -> Iterator[tuple[str, bool]]:
     as an object, and as text."""
     for arguments, call_id in itertools.product((_ARGUMENTS, _TEXT_ARGUMENTS), _IDS):
         call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-        result = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call_id}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        for prompt in _rendered(tokenizer, [_QUESTION, answer, result]):
-            # some write the id last, where it says nothing of the notation
-            yield prompt.replace(f', "id": "{call_id}"', ""), arguments is _TEXT_ARGUMENTS
+        prompt = _rendered(tokenizer, [_QUESTION, answer, _result(call_id)])
+        # some write the id last, where it says nothing of the notation
+        yield prompt.replace(f', "id": "{call_id}"', ""), arguments is _TEXT_ARGUMENTS
 
 
-def _prompts_with_a_result(tokenizer: Renders) -> Iterator[str]:
-    answer = {"role": "assistant", "content": "Answer"}
-    result = {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": _IDS[0]}
-    return _rendered(tokenizer, [_QUESTION, answer, result])
+def _result(call_id: str) -> Json:
+    return {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call_id}
 
 
-def _rendered(tokenizer: Renders, messages: Sequence[Json]) -> Iterator[str]:
+def _rendered(tokenizer: Renders, messages: Sequence[Json]) -> str:
+    """What follows the question in the prompt; empty if the template does not take these messages."""
     try:
         prompt = tokenizer.render_chat_template(messages, tools=[_TOOL])
-    except FieldError:  # not how this template takes it
-        return
-    yield prompt.partition(_QUESTION["content"])[2]
+    except FieldError:
+        return ""
+    return prompt.partition(_QUESTION["content"])[2]
 
 
 def _derived(prompt: str) -> Notation | None:

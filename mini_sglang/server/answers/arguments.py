@@ -16,6 +16,7 @@ import msgspec
 import regex
 
 from mini_sglang.sampling_params import Json
+from mini_sglang.text.detokenizer import partial_match
 from mini_sglang.text.json_types import ANY_TYPE, json_value, literal, quoted, types_of
 from mini_sglang.text.notation import Notation
 
@@ -87,7 +88,44 @@ class JsonArguments(Arguments):
         return text
 
 
-class TaggedArguments(Arguments):
+class _NamedArguments(Arguments):
+    """Arguments of which each has its name before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_read = 0
+        self._in_value = False
+
+    def _read(self) -> str:
+        json_text = ""
+        while self.rest is None and not self.is_broken:
+            more = self._read_value() if self._in_value else self._read_key()
+            if more is None:
+                break
+            json_text += more
+        return json_text
+
+    @abstractmethod
+    def _read_key(self) -> str | None:
+        """The next name, or the end of the arguments; None if more must come, or they are broken."""
+
+    @abstractmethod
+    def _read_value(self) -> str | None:
+        """The value that has begun, or more of it; None if more must come, or it is broken."""
+
+    def _begun(self, key: str) -> str:
+        """The JSON text of a name, of which the value comes next."""
+        self._in_value = True
+        self._num_read += 1
+        return f"{', ' if self._num_read > 1 else '{'}{quoted(key)}: "
+
+    def _ended(self) -> str:
+        """The JSON text of the end, which is where the text that is left begins."""
+        self._end(0)
+        return "}" if self._num_read else "{}"
+
+
+class TaggedArguments(_NamedArguments):
     """{parameters}: a name and a value each, in tags. A value that is text is given out as it comes."""
 
     def __init__(self, notation: Notation, schema: Mapping[str, Any]) -> None:
@@ -95,7 +133,6 @@ class TaggedArguments(Arguments):
         self._notation = notation
         self._schema = schema
         self._properties = schema.get("properties") or {}
-        self._num_read = 0
         self._key = ""
         self._has_begun = False
         self._closing = ""  # of the value that has begun
@@ -104,32 +141,18 @@ class TaggedArguments(Arguments):
         self._is_text = False  # the value is given out as it comes
         self._is_cdata = False
 
-    def _read(self) -> str:
-        json_text = ""
-        while self.rest is None and not self.is_broken:
-            more = self._read_value() if self._closing else self._read_key()
-            if more is None:
-                break
-            json_text += more
-        return json_text
-
     def _read_key(self) -> str | None:
-        """The next name, or the end of the arguments."""
         space = len(self._text) - len(self._text.lstrip())
         if space == len(self._text):
             return None
         match = self._notation.parameter_head.match(self._text, space, partial=True)
         if match is None:
-            json_text = "}" if self._num_read else "{}"
-            self._end(0)
-            return json_text
+            return self._ended()
         if match.partial:
             return None
         self._begin_value(match)
         self._text = self._text[match.end() :]
-        json_text = f"{', ' if self._num_read else '{'}{quoted(match['key'].strip())}: "
-        self._num_read += 1
-        return json_text + ('"' if self._is_text else "")
+        return self._begun(self._key) + ('"' if self._is_text else "")
 
     def _begin_value(self, match: regex.Match[str]) -> None:
         key, groups = match["key"].strip(), match.groupdict()
@@ -163,7 +186,7 @@ class TaggedArguments(Arguments):
         if self._trimmed:
             value = value.removesuffix("\n")
         self._text = text[end + len(self._closing) :]
-        self._closing = ""
+        self._in_value = False
         if self._is_text:
             return quoted(value)[1:-1] + '"'
         if self._is_cdata and value.startswith("<![CDATA["):
@@ -176,11 +199,10 @@ class TaggedArguments(Arguments):
             start = text.find("]]>")
             if start < 0:
                 return None
-        end = text.find(self._closing, start)
-        if self._notation.nesting and not self._is_text:  # the same name may stand within the value
-            opening = self._closing.replace("</", "<")
-            while end >= 0 and text.count(opening, 0, end) > text.count(self._closing, 0, end):
-                end = text.find(self._closing, end + 1)
+        if self._notation.nesting and not self._is_text:
+            end = _find_balanced(text, start, self._closing)
+        else:
+            end = text.find(self._closing, start)
         return None if end < 0 else end
 
     def _nested(self, value: str) -> str:
@@ -192,43 +214,25 @@ class TaggedArguments(Arguments):
         return "" if nested is None else json.dumps(nested, ensure_ascii=False)
 
 
-class KeywordArguments(Arguments):
+class KeywordArguments(_NamedArguments):
     """{keywords}: Python's keyword arguments, up to the bracket that closes the call. Values may be JSON as well."""
 
     _KEY = regex.compile(r"\s*(?P<key>\w++)\s*=\s*")
     _MARKS = re.compile(r"[\"'\[\](){},]")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_read = 0
-        self._in_value = False
-
-    def _read(self) -> str:
-        json_text = ""
-        while self.rest is None and not self.is_broken:
-            more = self._read_value() if self._in_value else self._read_key()
-            if more is None:
-                break
-            json_text += more
-        return json_text
-
     def _read_key(self) -> str | None:
         bare = self._text.lstrip(" \n\t,") if self._num_read else self._text.lstrip()
         if bare.startswith(")"):
-            json_text = "}" if self._num_read else "{}"
             self._text = bare
-            self._end(0)
-            return json_text
+            return self._ended()
         match = self._KEY.match(bare, partial=True)
         if match is None:
             self.is_broken = True
             return None
         if match.partial or match.end() == len(bare):
             return None
-        self._text, self._in_value = bare[match.end() :], True
-        json_text = f"{', ' if self._num_read else '{'}{quoted(match['key'])}: "
-        self._num_read += 1
-        return json_text
+        self._text = bare[match.end() :]
+        return self._begun(match["key"])
 
     def _read_value(self) -> str | None:
         end = self._find_end()
@@ -268,7 +272,6 @@ class DictArguments(Arguments):
 
     def __init__(self) -> None:
         super().__init__()
-        self._depth = 1
         self._in_text = False
         self._closers = ["}"]
         self._begun = False
@@ -306,9 +309,7 @@ class DictArguments(Arguments):
                 return None
             self.is_broken = True
             return None
-        scalar = bare if mark == ":" or not bare else json_value(bare, ANY_TYPE)
-        if mark == ":":
-            scalar = quoted(bare)
+        scalar = quoted(bare) if mark == ":" else json_value(bare, ANY_TYPE) if bare else ""
         self._text = self._text[match.end() + 1 :]
         if mark in "{[":
             self._closers.append("}" if mark == "{" else "]")
@@ -346,9 +347,7 @@ def _read_nested(text: str, notation: Notation, schema: Any, root: Mapping[str, 
             return None
         key = match["key"]
         closing, _ = notation.parameter_closing(key)
-        opening, end = closing.replace("</", "<"), text.find(closing, match.end())
-        while end >= 0 and text.count(opening, match.end(), end) > text.count(closing, match.end(), end):
-            end = text.find(closing, end + 1)
+        end = _find_balanced(text, match.end(), closing)
         if end < 0:
             return None
         part = _part_schema(schema, key, root)
@@ -375,9 +374,17 @@ def _part_schema(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
     return None
 
 
+def _find_balanced(text: str, start: int, closing: str) -> int:
+    """The index of the closing of a value that begins at `start`, in which the same name may stand; -1 without one."""
+    opening, end = closing.replace("</", "<"), text.find(closing, start)
+    while end >= 0 and text.count(opening, start, end) > text.count(closing, start, end):
+        end = text.find(closing, end + 1)
+    return end
+
+
 def _may_begin(text: str, closing: str, newline: bool) -> int:
     """How many characters at the end of `text` may belong to a closing, with `newline` also the one before it."""
-    held = next((n for n in range(min(len(text), len(closing) - 1), 0, -1) if text.endswith(closing[:n])), 0)
+    held = partial_match(text, closing)
     return held + (newline and text[: len(text) - held].endswith("\n"))
 
 

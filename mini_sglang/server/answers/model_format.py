@@ -7,6 +7,7 @@ answers may consist of. An `AnswerParser` reads one answer. Knows no HTTP and no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,14 +81,30 @@ class ModelFormat:
 
     def rules(self, body: TemplateBody, messages: Sequence[Message], prompt_ids: Sequence[int]) -> AnswerRules:
         """The rules for answers to a prompt that `render` made."""
-        prompt_end = ""
-        tail = self.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-        if self.thoughts is not None and body.continue_final_message:
-            prompt_end = self.thoughts.opening if self.thoughts.is_open_in(messages[-1].content or "") else ""
-        elif self.thoughts is not None:
-            prompt_end = self.thoughts.prompt_end(tail)
-        is_closed = self.thoughts is not None and any(tail.rstrip().endswith(text) for text in self.thoughts.closings)
-        return AnswerRules(self, body, prompt_end, may_think=not is_closed and not body.continue_final_message)
+        thoughts = self.thoughts
+        if thoughts is None:
+            return AnswerRules(self, body, prompt_end="", may_think=False)
+        if body.continue_final_message:
+            is_open = thoughts.is_open_in(messages[-1].content or "")
+            return AnswerRules(self, body, thoughts.opening.strip() if is_open else "", may_think=False)
+        tail = self.tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        may_think = not tail.endswith(tuple(filter(None, (thoughts.opening.strip(), *thoughts.closings))))
+        return AnswerRules(self, body, thoughts.prompt_end(tail), may_think)
+
+    @functools.cached_property
+    def _special_ids(self) -> tuple[list[int], list[int]]:
+        """The special tokens among the marks of answers without tools, and of those with tools."""
+        of_thoughts = self.thoughts.markers if self.thoughts is not None else ()
+        of_calls = self.notation.markers if self.notation is not None else ()
+        without, both = (
+            sorted({i for i in map(self.tokenizer.special_token_id, marks) if i is not None})
+            for marks in (of_thoughts, of_thoughts + of_calls)
+        )
+        return without, both
+
+    def shown_special_ids(self, with_tools: bool) -> list[int]:
+        """The ids of special tokens that are shown as text, so that an answer's marks can be found in it."""
+        return self._special_ids[with_tools]
 
 
 @dataclass(frozen=True)
@@ -106,10 +123,8 @@ class AnswerRules:
         call, it calls. Raises FieldError.
         """
         thoughts = self.model_format.thoughts
-        texts = self._notation.markers if self._notation is not None else ()
-        texts += thoughts.markers if thoughts is not None else ()
-        ids = map(self.model_format.tokenizer.special_token_id, texts)
-        params = msgspec.structs.replace(params, shown_special_ids=sorted({i for i in ids if i is not None}))
+        shown = self.model_format.shown_special_ids(with_tools=self._notation is not None)
+        params = msgspec.structs.replace(params, shown_special_ids=shown)
         if self._notation is not None and (self._has_grammar or params.is_constrained):
             params = self._with_calls(params, self._notation)
         if params.is_constrained and self._is_thinking and thoughts is not None:
@@ -142,12 +157,6 @@ class AnswerRules:
         return self.model_format.notation if self.body.offered_tools else None
 
     @property
-    def _open_thoughts(self) -> Thoughts | None:
-        """How an answer may begin with thoughts, if the prompt has not closed them already."""
-        thoughts = self.model_format.thoughts
-        return thoughts if thoughts is not None and self.may_think else None
-
-    @property
     def _callable(self) -> list[Tool]:
         named = self.body.named_tool
         return [tool for tool in self.body.offered_tools if named in (None, tool.function.name)]
@@ -176,7 +185,7 @@ class AnswerRules:
             strict=[tool.function.name for tool in self._callable if tool.function.strict],
             answer=answer,
             prompt_end=self.prompt_end,
-            thoughts=None if self._is_thinking else self._open_thoughts,
+            thoughts=self.model_format.thoughts if self.may_think else None,
         )
         no_other = dict.fromkeys(("response_format", "regex", "ebnf", "choice"))
         return msgspec.structs.replace(params, tool_grammar=grammar, **no_other)
@@ -195,7 +204,7 @@ class AnswerParser:
     def __init__(self, stream: AnswerReader, whole: AnswerReader) -> None:
         self._reader = stream
         self._whole = whole
-        self._counted: list[tuple[tuple[int, int], int]] = []  # thoughts that are over, with their numbers of tokens
+        self._counted: list[int] = []  # tokens of each of the thoughts that are over
 
     def push(self, output: RequestOutput) -> list[Delta]:
         """The deltas that `output` makes certain; with the last output, all that are left."""
@@ -209,20 +218,13 @@ class AnswerParser:
     def reasoning_tokens(self, output: RequestOutput) -> int:
         """The number of reasoning tokens, markers included. `output`: the latest that was read."""
         spans = self._reader.reasoning_spans
-        if len(spans) == 1 and spans[0][0] == 0 and self._reader.in_reasoning:
-            return output.usage.completion_tokens
         over = spans[:-1] if self._reader.in_reasoning else spans
-        for span in over[len(self._counted) :]:  # once: it takes time in proportion to the text
-            self._counted.append((span, self._tokens_of(output, span)))
+        for start, end in over[len(self._counted) :]:  # once: it takes time in proportion to the text
+            self._counted.append(output.num_tokens_of_text(end) - output.num_tokens_of_text(start))
         current = 0
         if self._reader.in_reasoning and spans:
             current = output.usage.completion_tokens - output.num_tokens_of_text(spans[-1][0])
-        return sum(count for _, count in self._counted) + current
-
-    @staticmethod
-    def _tokens_of(output: RequestOutput, span: tuple[int, int]) -> int:
-        before = output.num_tokens_of_text(span[0]) if span[0] else 0
-        return output.num_tokens_of_text(span[1]) - before
+        return sum(self._counted) + current
 
     @property
     def has_calls(self) -> bool:

@@ -32,8 +32,8 @@ class AnswerReader:
 
     With `eager`, the arguments of a call are given out as they are written, and a call that breaks off stays
     unfinished; with `careful` too, not before the first of them has begun. Without, a call is given out whole, and one
-    that breaks off is text. White space around thoughts and
-    calls belongs to neither. Held back are an incomplete mark, and white space before what may be one.
+    that breaks off is text. White space around thoughts and calls belongs to neither. Held back are an incomplete
+    mark, and white space before what may be one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AnswerReader:
         self._eager = eager
         self._careful = careful
         self._max_calls = max_calls
-        self._marks = _Marks(thoughts, calls)
+        self._marks = _marks_of(thoughts, calls)
         self._deltas: list[Delta] = []
         self._held = prompt_end  # undecided text
         self._num_given = len(prompt_end)  # characters at the beginning of `_held` that are the prompt's
@@ -78,7 +78,7 @@ class AnswerReader:
         self._head_end = 0  # index in `_held`
         self._fed = 0
         self._is_dropped = False
-        self._announced: str | None = None  # the function of a call that is open and has no arguments so far
+        self._is_announced = False  # a call is open, and whether its arguments come is not certain
         self._used_ids: set[str] = set()
 
     @property
@@ -163,21 +163,25 @@ class AnswerReader:
 
     def _in_muted(self, final: bool) -> bool:
         """In a message that goes to no one here."""
-        ends = self._thoughts.muted_ends if self._thoughts is not None else ()
-        found = [(self._held.find(end), end) for end in ends if end in self._held]
-        if found:
-            start, end = min(found)
-            self._take(start + len(end))
+        if (end := self._find(self._marks.muted_ends)) is not None:
+            self._take(end[0] + len(end[1]))
             self._step = self._in_text
             return True
-        held = 0 if final else max((partial_match(self._held, end) for end in ends), default=0)
-        self._take(len(self._held) - held)
+        self._take(len(self._held) - self._num_undecided(self._marks.muted_ends, final))
         return False
+
+    def _find(self, marks: Iterable[str]) -> tuple[int, str] | None:
+        """The first of these marks in what is held, and its index."""
+        return min(((self._held.find(mark), mark) for mark in marks if mark in self._held), default=None)
+
+    def _num_undecided(self, marks: Iterable[str], final: bool) -> int:
+        """How many characters at the end of what is held may become one of these marks."""
+        return 0 if final else max((partial_match(self._held, mark) for mark in marks), default=0)
 
     def _give_text(self, end: int) -> None:
         text = self._take(end)
         if text:
-            self._announced = None
+            self._is_announced = False
         if self._needs_break:
             text = text.lstrip()
         if text:
@@ -210,8 +214,7 @@ class AnswerReader:
         return True
 
     def _in_thought(self, final: bool) -> bool:
-        closing = self._find_closing()
-        if closing is not None:
+        if (closing := self._find(self._marks.closings)) is not None:
             self._inner = None
             self._give_thought(closing[0], final=True)
             self._take(len(closing[1]))
@@ -219,16 +222,10 @@ class AnswerReader:
             self._step = self._after_thought
             return True
         if self._inner is None and not self._find_calls(final):
-            closings = self._thoughts.closings if self._thoughts is not None else ()
-            half = 0 if final else max((partial_match(self._held, text) for text in closings), default=0)
+            half = self._num_undecided(self._marks.closings, final)
             self._give_thought(min(len(self._held) - half, self._scanned), final=final)
             return False
         return self._inner is not None and self._in_inner(self._inner, final)
-
-    def _find_closing(self) -> tuple[int, str] | None:
-        """Where the thought ends, and the mark that ends it."""
-        closings = self._thoughts.closings if self._thoughts is not None else ()
-        return min(((self._held.find(text), text) for text in closings if text in self._held), default=None)
 
     def _find_calls(self, final: bool) -> bool:
         """Look for the beginning of calls within a thought, in what is held. Returns whether there is one; otherwise
@@ -310,10 +307,7 @@ class AnswerReader:
             raise RuntimeError("a call without a notation")
         is_whole = self._name is None
         self._arguments = JsonArguments() if is_whole else arguments_of(self._calls, self._tools[self._name or ""])
-        if not self._eager:
-            self._step = self._in_call
-        else:
-            self._step = self._before_arguments
+        self._step = self._before_arguments if self._eager else self._in_call
         return True
 
     def _written_id(self, groups: Mapping[str, str | None]) -> str:
@@ -438,7 +432,7 @@ class AnswerReader:
         rest = self._held.lstrip()
         for part in parts:
             if rest.startswith(part):
-                rest = rest[len(part) :].lstrip() if part.strip() else rest
+                rest = rest[len(part) :].lstrip()
             elif not final and part.startswith(rest):
                 return False
         self._take(len(self._held) - len(rest))
@@ -455,19 +449,19 @@ class AnswerReader:
         """Open the call at `index` of what is held if all but its arguments is there, whether or not those will come.
         Returns the index, which moves where text before the call has been given out."""
         named = self._calls.named if self._calls is not None and self._eager and not self._careful else None
-        match = named.match(self._held, index) if named is not None and self._announced is None else None
+        match = named.match(self._held, index) if named is not None and not self._is_announced else None
         if match is None or match["name"] not in self._tools:
             return index
         space = index - len(self._held[:index].rstrip())
         self._give_text(index - space)
         self._call_id = self._written_id(match.groupdict())
         self._open_call(match["name"])
-        self._announced = match["name"]
+        self._is_announced = True
         return space
 
     def _open_call(self, name: str) -> None:
-        if self._announced is not None:
-            self._announced = None
+        if self._is_announced:
+            self._is_announced = False
             return
         self._needs_break = True
         self._is_dropped = self.num_calls == self._max_calls
@@ -524,6 +518,7 @@ class _Marks:
         self.starts = _any_of(starts)
         self.call_starts = _any_of(calls.starts if calls is not None else frozenset())
         self.tail, self.end = (calls.tail_parts, calls.end_parts) if calls is not None else ((), ())
+        self.closings, self.muted_ends = (thoughts.closings, thoughts.muted_ends) if thoughts is not None else ((), ())
 
     def at(
         self, held: str, index: int, final: bool, may_call: Callable[[regex.Match[str]], bool]
@@ -538,6 +533,11 @@ class _Marks:
             if kind != "call" or may_call(match):
                 return kind, match
         return None
+
+
+@functools.lru_cache(16)  # every answer of a model has the same
+def _marks_of(thoughts: Thoughts | None, calls: Notation | None) -> _Marks:
+    return _Marks(thoughts, calls)
 
 
 def _any_of(characters: Iterable[str]) -> regex.Pattern[str]:
