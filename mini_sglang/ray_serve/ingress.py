@@ -123,7 +123,7 @@ class PassingOn:
         clock = asyncio.get_running_loop().time
         deadline = clock() + ELSEWHERE_S
         answer = _Answer(request.path, send)
-        is_resent = False
+        is_resent = is_ending = False  # a replica that is about to leave may be met again when it has
         try:
             while True:
                 sent = clock()
@@ -131,11 +131,14 @@ class PassingOn:
                     await self._stream(model, request, receive, answer)
                     return
                 except ReplicaLeavingError:
+                    is_ending = True
                     if clock() > deadline:
                         raise
-                except (RayActorError, RequestLostError):
+                except (RayActorError, RequestLostError) as error:
+                    is_same = is_ending and isinstance(error, RayActorError)
+                    is_ending = isinstance(error, RequestLostError)
                     # once, and only what met a replica at its end, not what may have been the reason for it
-                    if answer.has_begun or is_resent or clock() > sent + RESENT_S:
+                    if answer.has_begun or (is_resent and not is_same) or clock() > sent + RESENT_S:
                         raise
                     is_resent = True
                 await asyncio.sleep(AGAIN_S)
