@@ -148,7 +148,9 @@ class _CallsGrammar:
         """One call of a function; `head` instead of the notation's."""
         slots = {**_SLOT_TERMINALS, "name": lark_string(name)}
         before = self._filled(self._notation.head if head is None else head, slots)
-        return [*before, *self._body(name, self._functions[name]), *self.text(self._notation.tail)]
+        body, tail = self._body(name, self._functions[name]), self.text(self._notation.tail)
+        self._note_closing(tail)  # else one optional argument might follow another
+        return [*before, *body, *tail]
 
     def _filled(self, text: str, slots: Mapping[str, str]) -> list[str]:
         """A text with slots, for which these symbols stand."""

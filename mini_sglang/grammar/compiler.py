@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -42,7 +42,7 @@ _LIMITS = LLParserLimits(
 )
 _TRIALS = 6
 _JSON_OPTIONS = {"whitespace_pattern": _WHITE_SPACE}
-_ROOM_FOR_A_CALL = 64  # tokens that must be left for one more call to be begun
+_ROOM_IN_A_CALL = 32  # tokens that must be left, beyond those of a short call, for one more to be begun
 _LONGEST_ENDING = 256  # tokens: an ending is looked for from here to the limit
 
 
@@ -76,7 +76,7 @@ class Matcher:
         digits: DigitLimit | None = None,
         closings: Sequence[list[int]] = (),
         *,
-        is_calls: bool = False,
+        room_for_a_call: int = 0,
         end_of_calls: Sequence[int] = (),
     ) -> None:
         self._matcher = matcher
@@ -84,12 +84,13 @@ class Matcher:
         self._numbers = None if digits is None else NumberBound(digits)
         self._finder = finder
         self._closings = closings
-        self._is_calls = is_calls  # one of which may follow another
+        self._room_for_a_call = room_for_a_call  # in tokens, for one more; none in a grammar of something else
         self._end_of_calls = list(end_of_calls)  # after the last; none: the answer may end there
         self._tokens_left = max_tokens
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
         self._ending_length = 0  # at the latest look
-        self._growth = 4  # the most tokens by which it was longer than at the look before, and a few
+        # The most tokens by which it was longer than at the look before, and a few; one more argument takes many.
+        self._growth = max(4, room_for_a_call // 4)
         self._ending: list[int] = []  # what is left of the one that is followed
 
     def advance(self, token_id: int) -> None:
@@ -138,14 +139,14 @@ class Matcher:
         """
         room = self._tokens_left - 1  # an answer that ends with its very last token counts as cut off
         ending = self._finder.find(self._matcher.deep_copy(), room, self._closings)
-        if ending is None:
-            self._next_look = -1
+        if ending is None:  # what comes next may lead to one
+            self._next_look = self._tokens_left - max(room // 8, 1)
             return
         if self._ending_length:
             self._growth = max(self._growth, len(ending) - self._ending_length)
         self._ending_length = len(ending)
-        may_call = self._is_calls and self._is_between_calls(ending)
-        spare = room - len(ending) - (_ROOM_FOR_A_CALL if may_call else self._growth)
+        may_call = self._room_for_a_call > 0 and self._is_between_calls(ending)
+        spare = room - len(ending) - (self._room_for_a_call if may_call else self._growth)
         if spare <= 0 and (may_call or not self._matcher.is_accepting()):  # a complete answer may be cut off
             self._ending = ending
         self._next_look = self._tokens_left - max(spare // 4, 1)
@@ -164,6 +165,13 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise refusal(self._field, self._matcher.get_error())
+
+
+class _Compiled(NamedTuple):
+    matcher: LLMatcher  # at the beginning of an answer
+    closings: list[list[int]]
+    end_of_calls: list[int]
+    room_for_a_call: int
 
 
 class GrammarCompiler:
@@ -188,7 +196,7 @@ class GrammarCompiler:
         self._finder = EndingFinder(vocabulary.tokens, vocabulary.eos_token_ids)
         self._digits = DigitLimit(vocabulary.tokens)
         self._num_cached = num_cached
-        self._compiled: OrderedDict[bytes, tuple[LLMatcher, list[list[int]], list[int]]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def _greedy(self, text: str) -> list[int]:
@@ -205,22 +213,21 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = self._compile(params, field), *self._closings(params)
+            compiled = self._compile(params, field)
             with self._lock:
                 self._compiled[key] = compiled
                 if len(self._compiled) > self._num_cached:
                     self._compiled.popitem(last=False)
         is_json = params.response_format is not None or params.tool_grammar is not None
-        matcher, closings, end = compiled
         return Matcher(
-            matcher.deep_copy(),
+            compiled.matcher.deep_copy(),
             field,
             self._finder,
             max_tokens,
             self._digits if is_json else None,
-            closings,
-            is_calls=params.tool_grammar is not None,
-            end_of_calls=end,
+            compiled.closings,
+            room_for_a_call=compiled.room_for_a_call,
+            end_of_calls=compiled.end_of_calls,
         )
 
     def _closings(self, params: SamplingParams) -> tuple[list[list[int]], list[int]]:
@@ -248,14 +255,18 @@ class GrammarCompiler:
             except FieldError as error:
                 raise FieldError(field, error.problem) from None
 
-    def _compile(self, params: SamplingParams, field: str) -> LLMatcher:
-        compiled = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
+    def _compile(self, params: SamplingParams, field: str) -> _Compiled:
+        matcher = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
         try:
-            Matcher(compiled, field, self._finder, max_tokens=1 << 31).mask()  # raises what is wrong with it
+            Matcher(matcher, field, self._finder, max_tokens=1 << 31).mask()  # raises what is wrong with it
         except FieldError:
             _grammars(params, blame=True)  # in words, if a schema is at fault
             raise
-        return compiled
+        closings, end = self._closings(params)
+        if params.tool_grammar is None:
+            return _Compiled(matcher, closings, end, 0)
+        shortest = self._finder.find(matcher.deep_copy(), _LONGEST_ENDING, closings) or []
+        return _Compiled(matcher, closings, end, len(shortest) + _ROOM_IN_A_CALL)
 
     def _source(self, params: SamplingParams) -> str:
         """In llguidance's own format: a list of grammars, of which the first may refer to the others by name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -106,26 +107,37 @@ def read(rules: AnswerRules, text: str, *parts: str) -> Answer:
 
 @pytest.mark.parametrize("notation", NOTATIONS, ids=lambda notation: notation.names[0])
 def test_required_calls_parse(builtin_tokenizer: Tokenizer, notation: Notation) -> None:
+    for parallel in (True, False):
+        required_calls(builtin_tokenizer, notation, parallel, range(TRIES // 2))
+
+
+@pytest.mark.parametrize(("name", "seed"), [("deepseek_v32", 1007), ("glm45", 1095)])
+def test_calls_near_the_limit_are_ended(builtin_tokenizer: Tokenizer, name: str, seed: int) -> None:
+    """One begins a long call late, the other an optional object."""
+    required_calls(builtin_tokenizer, next(n for n in NOTATIONS if name in n.names), True, [seed])
+
+
+def required_calls(builtin: Tokenizer, notation: Notation, parallel: bool, seeds: Iterable[int]) -> None:
+    """Answers in the notation are read as calls of the tools that are offered."""
     thoughts = next((thoughts for thoughts in THOUGHTS if set(thoughts.names) & set(notation.names)), None)
     marks = (*notation.markers, *(thoughts.markers if thoughts is not None else ()))
-    tokenizer = with_marks(builtin_tokenizer, marks)
+    tokenizer = with_marks(builtin, marks)
     config = ServerConfig(
         tool_call_parser=notation.names[0], reasoning_parser=thoughts.names[0] if thoughts is not None else "none"
     )
     prompt = tokenizer.encode(thoughts.forced) if thoughts is not None else []
     model = RandomModel(tokenizer)
-    for parallel in (True, False):
-        body = TemplateBody(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
-        rules = ModelFormat.of(tokenizer, config).rules(body, QUESTION, prompt)
-        rules = dataclasses.replace(rules, may_think=False)
-        params = rules.constrain(SamplingParams())
-        for seed in range(TRIES // 2):
-            text = model.answer(params, seed)
-            answer = read(rules, text)
-            assert answer.calls, text
-            assert not answer.content.strip(), text
-            assert parallel or len(answer.calls) == 1, text
-            for call in answer.calls:
-                jsonschema_rs.validate(SCHEMAS[call.name], json.loads(call.text))
-            again = read(rules, text, *text)
-            assert [(call.name, call.text) for call in again.calls] == [(call.name, call.text) for call in answer.calls]
+    body = TemplateBody(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
+    rules = ModelFormat.of(tokenizer, config).rules(body, QUESTION, prompt)
+    rules = dataclasses.replace(rules, may_think=False)
+    params = rules.constrain(SamplingParams())
+    for seed in seeds:
+        text = model.answer(params, seed)
+        answer = read(rules, text)
+        assert answer.calls, text
+        assert not answer.content.strip(), text
+        assert parallel or len(answer.calls) == 1, text
+        for call in answer.calls:
+            jsonschema_rs.validate(SCHEMAS[call.name], json.loads(call.text))
+        again = read(rules, text, *text)
+        assert [(call.name, call.text) for call in again.calls] == [(call.name, call.text) for call in answer.calls]
