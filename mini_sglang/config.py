@@ -30,7 +30,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = _option("auto", "dummy: random weights from the config alone")
     device: str = _option("auto", "cpu or cuda; CUDA_VISIBLE_DEVICES=N in the environment chooses among GPUs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "arithmetic of weights and activations")
-    weights: Literal["auto", "dense", "packed"] = _option("auto", "packed: GGUF's 4-bit blocks as they are (CPU)")
+    weights: Literal["auto", "dense", "packed"] = _option("auto", "packed: quantised matrices as they are stored")
     seed: int = _option(0, "seed of dummy weights")
 
     page_size: int = _option(16, "tokens per page of the KV cache")

@@ -218,7 +218,7 @@ def test_every_dtype_runs_on_any_cpu(checkpoints: Checkpoints) -> None:
         ({"context_length": 1000}, "context_length must be at most the model's 256, got 1000"),
         ({"device": "cpu", "cuda_graph_max_bs": 4}, "cuda_graph_max_bs must be 0 on a CPU, got 4"),
         ({"device": "cpu", "all_reduce": "nccl"}, "all_reduce must be auto on a CPU, where gloo sums, got nccl"),
-        ({"weights": "packed"}, "weights=packed needs a 4-bit GGUF"),
+        ({"weights": "packed"}, "weights=packed needs a quantised checkpoint"),
         ({"run_ahead": 33}, "run_ahead must be at most 32, got 33"),
         ({"max_step_ms": -1}, "max_step_ms must be an integer of at least 0, got -1"),
         ({"max_step_ms": True}, "max_step_ms must be an integer of at least 0, got True"),

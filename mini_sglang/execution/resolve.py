@@ -19,7 +19,7 @@ from mini_sglang.kernels.interface import FP8
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.parallel.sharding import shard_heads
 from mini_sglang.weights.hub import ModelSource
-from mini_sglang.weights.load import has_packed_blocks
+from mini_sglang.weights.load import has_quantized_weights
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +101,12 @@ def _fastest_dtype(on_cpu: bool) -> str:
 
 
 def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: ModelSource) -> str:
-    possible = on_cpu and dtype == "bfloat16" and config.load_format != "dummy" and has_packed_blocks(source)
-    possible = possible and CpuMatrix.available(DTYPES[dtype]) and config.tp == 1  # shards would cut blocks apart
+    possible = dtype == "bfloat16" and config.load_format != "dummy" and has_quantized_weights(source)
+    possible = possible and (not on_cpu or CpuMatrix.available(DTYPES[dtype]))
     if config.weights == "packed" and not possible:
         raise ValueError(
-            "weights=packed needs a 4-bit GGUF file (Q4_0 or Q4_1), a CPU that multiplies bfloat16, dtype bfloat16 and "
-            f"tp 1; got {source.path} on {'cpu' if on_cpu else 'gpu'} with dtype {dtype} and tp {config.tp}"
+            "weights=packed needs a quantised checkpoint, a device that multiplies bfloat16, and dtype bfloat16; got "
+            f"{source.path} on {'cpu' if on_cpu else 'gpu'} with dtype {dtype}"
         )
     if config.weights == "auto":
         return "packed" if possible and config.dtype == "auto" else "dense"

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from mini_sglang.weights.tensor import QuantizedBlocks
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 FP8 = torch.float8_e4m3fn  # sign, 4 bits of exponent, 3 of mantissa; no infinity
 FP8_MAX = 448.0
@@ -115,8 +115,12 @@ class Experts(Protocol):
 class Kernels(Protocol):
     """T tokens; activations and weights have the model's dtype, arithmetic is float32. Results are new tensors."""
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
-        """Lay out weight [out, in] and bias [out]; `blocks` is the same weight in 4-bit blocks, or None."""
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        """Lay out weight [out, in] and bias [out]."""
+        ...
+
+    def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
+        """Lay out a weight as it is stored; None if there is no kernel for it, and it has to be dequantised."""
         ...
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.interface import Kernels, KVCells, Matrix, Norm, Residual, Rotation
-from mini_sglang.weights.tensor import QuantizedBlocks
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 
 class TorchKernels:
@@ -16,8 +16,11 @@ class TorchKernels:
     def __init__(self, *, prepack: bool = False) -> None:
         self._prepack = prepack
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
-        return CpuMatrix(self, weight, bias, blocks) if self._prepack else TorchMatrix(self, weight, bias)
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        return CpuMatrix(self, weight, bias) if self._prepack else TorchMatrix(self, weight, bias)
+
+    def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
+        return None
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
         return TorchExperts(self, gate_up, down)

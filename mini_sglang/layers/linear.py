@@ -16,7 +16,8 @@ from mini_sglang.kernels.interface import Matrix, Norm, Residual
 from mini_sglang.layers.norm import NO_NORMS, BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import Shard, copy_shard, whole
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightSlot
+from mini_sglang.weights.quantized_weight import QuantizedWeight
+from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
 class Linear:
@@ -43,15 +44,19 @@ class Linear:
         self._inputs = _as_shard(in_features)
         self._parts = {name: _as_shard(rows) for name, rows in parts.items()}
         self.in_features = self._inputs.size
-        self.out_features = sum(rows.size for rows in self._parts.values())
+        self._spans: dict[str, slice] = {}  # the rows of each part
+        self.out_features = 0
+        for name, rows in self._parts.items():
+            self._spans[name] = slice(self.out_features, self.out_features + rows.size)
+            self.out_features += rows.size
         self._placement = placement
         self._summed = summed
         self._norms, self._prefetched = norms, prefetched
         self._weight: torch.Tensor | None = None  # [out, in]; here only until it is laid out
+        self._quantized: dict[str, QuantizedWeight] = {}  # likewise, the parts that are kept as they are stored
         self._bias: torch.Tensor | None = None
         if bias:
             self._bias = torch.empty(self.out_features, dtype=placement.dtype, device=placement.device)
-        self._blocks: dict[str, QuantizedBlocks] = {}
         self._missing = set(parts) | ({f"{name}.bias" for name in parts} if bias else set())
         self._laid_out: Matrix | None = None
 
@@ -95,36 +100,39 @@ class Linear:
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors that fill this layer; `prefix` is the path of the module that holds the parts."""
         slots: dict[str, WeightSlot] = {}
-        first = 0
         for name, rows in self._parts.items():
-            span = slice(first, first + rows.size)
             path = f"{prefix}.{name}" if prefix else name
-            slots[f"{path}.weight"] = WeightSlot((rows.full, self._inputs.full), self._weight_loader(name, span))
+            slots[f"{path}.weight"] = WeightSlot((rows.full, self._inputs.full), self._weight_loader(name))
             if self._bias is not None:
-                slots[f"{path}.bias"] = WeightSlot((rows.full,), self._bias_loader(name, span))
-            first += rows.size
+                slots[f"{path}.bias"] = WeightSlot((rows.full,), self._bias_loader(name))
         return slots
 
-    def _weight_loader(self, name: str, span: slice) -> Callable[[CheckpointTensor], None]:
+    def _weight_loader(self, name: str) -> Callable[[CheckpointTensor], None]:
         def load(tensor: CheckpointTensor) -> None:
-            if self._weight is None:
-                shape = (self.out_features, self.in_features)
-                self._weight = torch.empty(shape, dtype=self._placement.dtype, device=self._placement.device)
-            blocks = tensor.blocks() if self._placement.packed else None
-            if blocks is not None:
-                self._blocks[name] = blocks
-            copy_shard(self._weight[span], tensor.dense(), self._parts[name], self._inputs)
+            stored = tensor.quantized() if self._placement.packed else None
+            part = None if stored is None else stored.shard(self._parts[name], self._inputs)
+            if part is not None:
+                self._quantized[name] = part.to(self._placement.device)
+            else:
+                copy_shard(self._rows(name), tensor.dense(), self._parts[name], self._inputs)
             self._arrived(name)
 
         return load
 
-    def _bias_loader(self, name: str, span: slice) -> Callable[[CheckpointTensor], None]:
+    def _bias_loader(self, name: str) -> Callable[[CheckpointTensor], None]:
         def load(tensor: CheckpointTensor) -> None:
             assert self._bias is not None
-            copy_shard(self._bias[span], tensor.dense(), self._parts[name])
+            copy_shard(self._bias[self._spans[name]], tensor.dense(), self._parts[name])
             self._arrived(f"{name}.bias")
 
         return load
+
+    def _rows(self, part: str) -> torch.Tensor:
+        """A part's rows of the dense weight."""
+        if self._weight is None:
+            shape = (self.out_features, self.in_features)
+            self._weight = torch.empty(shape, dtype=self._placement.dtype, device=self._placement.device)
+        return self._weight[self._spans[part]]
 
     def _arrived(self, part: str) -> None:
         self._missing.discard(part)
@@ -132,25 +140,24 @@ class Linear:
             self._lay_out()
 
     def _lay_out(self) -> None:
-        assert self._weight is not None
         if self._summed and self._placement.parallel.rank > 0:
             self._bias = None  # added once, by the first rank
-        blocks = [self._blocks[name] for name in self._parts if name in self._blocks]
-        stacked = _stack(blocks) if len(blocks) == len(self._parts) else None
-        self._laid_out = self._placement.kernels.matrix(self._weight, self._bias, stacked)
+        self._laid_out = self._quantized_matrix()
+        if self._laid_out is None:
+            for name, part in self._quantized.items():
+                self._rows(name).copy_(part.dense())
+            assert self._weight is not None
+            self._laid_out = self._placement.kernels.matrix(self._weight, self._bias)
         self._weight = None
-        self._blocks.clear()
+        self._quantized.clear()
+
+    def _quantized_matrix(self) -> Matrix | None:
+        """The matrix of parts that are all stored alike, if the device has a kernel for it."""
+        parts = [self._quantized[name] for name in self._parts if name in self._quantized]
+        if len(parts) < len(self._parts) or not all(part.fits(parts[0]) for part in parts):
+            return None
+        return self._placement.kernels.quantized_matrix(QuantizedWeight.stacked(parts), self._bias)
 
 
 def _as_shard(size: int | Shard) -> Shard:
     return whole(size) if isinstance(size, int) else size
-
-
-def _stack(blocks: list[QuantizedBlocks]) -> QuantizedBlocks:
-    """The parts' blocks as one matrix: groups run along the input, so rows simply follow each other."""
-    return QuantizedBlocks(
-        q=torch.cat([part.q for part in blocks]),
-        scale=torch.cat([part.scale for part in blocks]),
-        minimum=torch.cat([part.minimum for part in blocks]),
-        group_size=blocks[0].group_size,
-    )

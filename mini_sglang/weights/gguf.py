@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file under Hugging Face names, in Hugging Face's row order, dequantised or as 4-bit blocks.
+"""The tensors of a GGUF file under Hugging Face names, in Hugging Face's row order, dequantised or as they are stored.
 
-The layouts of blocks are the `gguf` package's business, except those of Q4_0 and Q4_1, which `blocks` returns as they
-are stored. It knows no model, only which rows llama.cpp reorders.
+The layouts of blocks are the `gguf` package's business, except those of Q4_0 and Q4_1, which `quantized` returns as
+they are stored. It knows no model, only which rows llama.cpp reorders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from gguf.quants import dequantize
 
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf_file import GGUFFile, TensorInfo
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, listed
+from mini_sglang.weights.quantized_weight import QuantizedWeight
+from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 
 _TYPES = GGMLQuantizationType
 _SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -104,13 +105,13 @@ def _tensor(
             rows = rows.reshape(shape[0], -1)
         return rows[half_split_order(rows.shape[0], heads)]
 
-    def blocks() -> QuantizedBlocks | None:
+    def quantized() -> QuantizedWeight | None:
         if info.type not in FOUR_BIT_TYPES:
             return None
         q, scale, minimum = (torch.from_numpy(array) for array in _unpack(read(), info.type))
-        return QuantizedBlocks(q, scale, minimum, _GROUP_SIZE)
+        return QuantizedWeight(q, scale, minimum, _GROUP_SIZE)
 
-    return CheckpointTensor(name, shape, lambda: _dense(read(), info.type, shape), blocks)
+    return CheckpointTensor(name, shape, lambda: _dense(read(), info.type, shape), quantized)
 
 
 def _dense(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:

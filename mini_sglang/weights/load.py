@@ -14,6 +14,7 @@ import torch
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.progress import progress
 from mini_sglang.weights.quantization import open_folder
@@ -50,10 +51,10 @@ def load_dummy_weights(
     _fill(plan, "Making random weights", show_progress)
 
 
-def has_packed_blocks(source: ModelSource) -> bool:
-    """Whether the checkpoint holds 4-bit blocks (GGUF's Q4_0 or Q4_1) that can be kept as they are."""
+def has_quantized_weights(source: ModelSource) -> bool:
+    """Whether the checkpoint holds quantised matrices that can be kept as they are."""
     if source.kind != "gguf":
-        return False
+        return read_quantization(source.path) is not None
     return any(tensor.type in FOUR_BIT_TYPES for tensor in GGUFFile(source.path).tensors.values())
 
 

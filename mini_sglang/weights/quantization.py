@@ -17,6 +17,7 @@ import torch
 from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.quantization_config import Layout, Quantization, Scheme
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.safetensors import open_safetensors
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 
@@ -112,13 +113,19 @@ class _Matrix:
     parts: Mapping[str, CheckpointTensor]
 
     def as_checkpoint_tensor(self) -> CheckpointTensor:
-        return CheckpointTensor(f"{self.module}.weight", self.shape, self._dense)
+        return CheckpointTensor(f"{self.module}.weight", self.shape, self._dense, self._quantized)
 
     def _dense(self) -> torch.Tensor:
         try:
-            return dequantise(self.scheme, {name: part.dense() for name, part in self.parts.items()}, self.shape)
+            return dequantise(self.scheme, self._values(), self.shape)
         except ValueError as error:
             raise WeightsError(f"{self.module}: {error}") from error
+
+    def _quantized(self) -> QuantizedWeight | None:
+        return None if self.scheme.reordered else as_stored(self.scheme, self._values(), self.shape)
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        return {name: part.dense() for name, part in self.parts.items()}
 
 
 def _matrix(module: str, scheme: Scheme | None, stored: Mapping[str, CheckpointTensor]) -> _Matrix:
@@ -275,6 +282,19 @@ def dequantise(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[i
         chunk -= spread(zero, rows) if isinstance(zero, torch.Tensor) else zero
         chunk *= spread(scale, rows)
     return result
+
+
+def as_stored(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+    """The same matrix, not dequantised. Its columns must be in order."""
+    q, scale, zero, _ = _UNPACKED[scheme.layout](scheme, parts, shape)
+    rows_of_block, columns_of_block = scheme.block or (None if scale.numel() == 1 else 1, None)
+    row_of = torch.arange(shape[0]) // (rows_of_block or shape[0])
+    scale = scale[row_of]
+    zero = zero[row_of] if isinstance(zero, torch.Tensor) else torch.full_like(scale, zero)
+    if q.dtype == torch.uint8 and scheme.bits == 8:  # to the signed bytes that QuantizedWeight has
+        q, zero = (q.to(torch.int16) - 128).to(torch.int8), zero - 128
+    minimum = None if not zero.any() else -scale * zero
+    return QuantizedWeight(q.contiguous(), scale.contiguous(), minimum, columns_of_block or shape[1])
 
 
 # q [out, in]; scale and zero with a value for each block; the group of each column, where columns are not in order

@@ -257,8 +257,3 @@ def test_a_node_that_finds_no_rank_0(host: str, error: str, monkeypatch: pytest.
 def test_settings_that_do_not_go_together(settings: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         EngineConfig(**settings)
-
-
-def test_packed_weights_are_not_shared_out(checkpoints: Checkpoints, start: Start) -> None:
-    with pytest.raises(ValueError, match=r"weights=packed needs .* tp 1; got .* tp 2"):
-        start(checkpoints.write_gguf("llama", kind="Q4_1"), tp=2, weights="packed")

@@ -67,7 +67,7 @@ def read_gguf(path: Path) -> None:
         for tensor in tensors.values():
             if tensor.shape and sum(tensor.shape) < MOST_READ:
                 tensor.dense()
-                tensor.blocks()
+                tensor.quantized()
     except (ValueError, FileNotFoundError) as error:
         says_why(error)
     try:

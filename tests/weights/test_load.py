@@ -16,9 +16,10 @@ from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf import open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
-from mini_sglang.weights.load import has_packed_blocks, load_dummy_weights, load_weights
+from mini_sglang.weights.load import has_quantized_weights, load_dummy_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
-from mini_sglang.weights.tensor import CheckpointTensor, QuantizedBlocks, WeightsError, WeightSlot
+from mini_sglang.weights.quantized_weight import QuantizedWeight
+from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot
 from tests.tiny import Checkpoints
 
 
@@ -27,14 +28,14 @@ class Store:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.values: dict[str, torch.Tensor] = {}
-        self.blocks: dict[str, QuantizedBlocks] = {}
+        self.blocks: dict[str, QuantizedWeight] = {}
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.slots = {name: WeightSlot(shape, self._keeper(name)) for name, shape in shapes.items()}
 
     def _keeper(self, name: str) -> Callable[[CheckpointTensor], None]:
         def keep(tensor: CheckpointTensor) -> None:
             self.values[name] = tensor.dense().float().clone()
-            if (blocks := tensor.blocks()) is not None:
+            if (blocks := tensor.quantized()) is not None:
                 self.blocks[name] = blocks
 
         return keep
@@ -83,16 +84,18 @@ def test_blocks_spell_the_dense_values(checkpoints: Checkpoints, family: str, ki
     store.load(checkpoint.source)
     assert {name for name, value in store.values.items() if value.ndim == 2} == set(store.blocks)
     for name, blocks in store.blocks.items():
+        assert blocks.minimum is not None
         assert (blocks.q.dtype, blocks.scale.dtype, blocks.minimum.dtype) == (torch.uint8, torch.float32, torch.float32)
         assert int(blocks.q.max()) <= 15
         scale, minimum = (part.repeat_interleave(blocks.group_size, dim=1) for part in (blocks.scale, blocks.minimum))
         assert torch.equal(blocks.q * scale + minimum, store.values[name]), name
+        assert torch.equal(blocks.dense(), store.values[name]), name
 
 
-def test_only_4_bit_files_have_packed_blocks(checkpoints: Checkpoints) -> None:
-    assert has_packed_blocks(checkpoints.write_gguf("llama", kind="Q4_1").source)
-    assert not has_packed_blocks(checkpoints.write_gguf("llama", kind="Q8_0").source)
-    assert not has_packed_blocks(checkpoints.write("llama").source)
+def test_only_4_bit_files_have_quantized_weights(checkpoints: Checkpoints) -> None:
+    assert has_quantized_weights(checkpoints.write_gguf("llama", kind="Q4_1").source)
+    assert not has_quantized_weights(checkpoints.write_gguf("llama", kind="Q8_0").source)
+    assert not has_quantized_weights(checkpoints.write("llama").source)
 
 
 def test_one_error_lists_missing_unexpected_and_misshapen(checkpoints: Checkpoints) -> None:

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 from mini_sglang.kernels.cpu.compiled import compiled_for
-from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.cpu.linear import CpuMatrix, Int4Matrix
 from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
 from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
-from mini_sglang.weights.tensor import QuantizedBlocks
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,17 @@ class CpuKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         compiled = compiled_for(np.float32 if dtype == torch.float32 else np.uint16)
         self._rms_norm, self._rope_store, self._silu_mul, self._attend = map(ParallelKernel, compiled)
-        self._prepack = CpuMatrix.available(dtype)
+        self._dtype, self._prepack = dtype, CpuMatrix.available(dtype)
         self._torch = TorchKernels()
         self._spin_guard = SpinGuard()
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
-        return CpuMatrix(self, weight, bias, blocks) if self._prepack else TorchMatrix(self, weight, bias)
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        return CpuMatrix(self, weight, bias) if self._prepack else TorchMatrix(self, weight, bias)
+
+    def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
+        if not self._prepack or not Int4Matrix.supports(weight):
+            return None
+        return CpuMatrix(self, weight.dense().to(self._dtype), bias, weight)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
         return TorchExperts(self, gate_up, down)

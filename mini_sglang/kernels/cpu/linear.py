@@ -12,7 +12,7 @@ import os
 import torch
 
 from mini_sglang.kernels.interface import Kernels, Norm, Residual
-from mini_sglang.weights.tensor import QuantizedBlocks
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 _EXPECTED_ROWS = 16  # oneDNN picks its blocking for this many rows; every other number works too
 _MAX_PACKED_ROWS = 2  # with more, the dense product is faster than unpacking 4-bit blocks for every row
@@ -27,12 +27,16 @@ class CpuMatrix:
     """`Matrix` of a weight [out, in], which may be freed afterwards; few rows read its 4-bit `blocks`, if given."""
 
     def __init__(
-        self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        blocks: QuantizedWeight | None = None,
     ) -> None:
         self.weight = None
         self._kernels = kernels
         self._dense = PrepackedMatrix(weight, bias)
-        self._int4 = Int4Matrix(blocks, bias) if blocks is not None and Int4Matrix.supports(blocks) else None
+        self._int4 = Int4Matrix(blocks, bias) if blocks is not None else None
 
     def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         if norm is not None:
@@ -93,8 +97,8 @@ class Int4Matrix:
     (w = scale * q + minimum) maps onto it with zero = minimum + 8 * scale.
     """
 
-    def __init__(self, blocks: QuantizedBlocks, bias: torch.Tensor | None) -> None:
-        zero = blocks.minimum + 8 * blocks.scale
+    def __init__(self, blocks: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        zero = 8 * blocks.scale if blocks.minimum is None else blocks.minimum + 8 * blocks.scale
         # [in // group, out, 2], as the kernel walks the input dimension outermost
         self._scales_and_zeros = torch.stack((blocks.scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(blocks.q.int().contiguous(), 1)
@@ -109,6 +113,8 @@ class Int4Matrix:
         return y if self._bias is None else y + self._bias
 
     @staticmethod
-    def supports(blocks: QuantizedBlocks) -> bool:
-        """Whether the kernel takes this shape: a multiple of 16 outputs, in groups of 32, 64, 128 or 256 inputs."""
-        return blocks.q.shape[0] % 16 == 0 and blocks.group_size in (32, 64, 128, 256)
+    def supports(blocks: QuantizedWeight) -> bool:
+        """Whether the kernel takes it: 4 bits, a multiple of 16 outputs, whole groups of 32, 64, 128 or 256 inputs."""
+        out, columns = blocks.q.shape
+        suits = out % 16 == 0 and blocks.group_size in (32, 64, 128, 256) and columns % blocks.group_size == 0
+        return suits and blocks.q.dtype == torch.uint8

@@ -18,7 +18,7 @@ from mini_sglang.kernels.triton.rope_store import rope_store
 from mini_sglang.kernels.triton.routing import route
 from mini_sglang.kernels.triton.silu_mul import silu_mul
 from mini_sglang.kernels.triton.small_gemm import gated_tile, split_k_matmul
-from mini_sglang.weights.tensor import QuantizedBlocks
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 
 class TritonKernels:
@@ -27,10 +27,13 @@ class TritonKernels:
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, blocks: QuantizedBlocks | None = None) -> Matrix:
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
         if self._deterministic:
             return InvariantMatrix(weight, bias)
         return TritonMatrix(weight, bias)
+
+    def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
+        return None
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TritonExperts:
         return TritonExperts(gate_up, down, deterministic=self._deterministic)

@@ -8,24 +8,19 @@ import pytest
 import torch
 
 from mini_sglang.kernels.cpu.linear import Int4Matrix, PrepackedMatrix
-from mini_sglang.weights.tensor import QuantizedBlocks
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 ROWS = [1, 2, 3, 16, 40]
 
 
-def random_blocks(out_features: int, in_features: int) -> QuantizedBlocks:
+def random_blocks(out_features: int, in_features: int) -> QuantizedWeight:
     groups = in_features // 32
-    return QuantizedBlocks(
+    return QuantizedWeight(
         q=torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8),
         scale=torch.rand(out_features, groups) * 0.02,
         minimum=-torch.rand(out_features, groups) * 0.2,
         group_size=32,
     )
-
-
-def dense(blocks: QuantizedBlocks) -> torch.Tensor:
-    scale = blocks.scale.repeat_interleave(blocks.group_size, 1)
-    return scale * blocks.q + blocks.minimum.repeat_interleave(blocks.group_size, 1)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -47,7 +42,7 @@ def test_4_bit_blocks_equal_their_dense_matrix(rows: int, bias: bool) -> None:
     blocks = random_blocks(64, 128)
     x = torch.randn(rows, 128).bfloat16()
     offset = torch.randn(64).bfloat16() if bias else None
-    expected = torch.nn.functional.linear(x.float(), dense(blocks), None if offset is None else offset.float())
+    expected = torch.nn.functional.linear(x.float(), blocks.dense(), None if offset is None else offset.float())
     error = (Int4Matrix(blocks, offset).multiply(x).float() - expected).abs().max() / expected.abs().max()
     assert error < 0.01  # bfloat16 scales and results
 

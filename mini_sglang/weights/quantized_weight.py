@@ -1,0 +1,70 @@
+"""A matrix in few bits, as every format of quantised checkpoints comes to kernels. Knows no format and no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mini_sglang.parallel.sharding import Shard, copy_shard, whole
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix as stored: w[o, i] = scale[o, i // group_size] * q[o, i] + minimum[o, i // group_size].
+
+    Scales of blocks, of whole rows and of the whole matrix are all written as scales of groups of a row's inputs.
+    """
+
+    q: torch.Tensor  # [out, in] uint8 for 4 bits (values 0 to 15), int8 or float8_e4m3fn for 8 bits
+    scale: torch.Tensor  # [out, groups] float32
+    minimum: torch.Tensor | None  # [out, groups] float32; None: all zeros
+    group_size: int  # inputs that share a scale; those of the last group may be fewer
+
+    def dense(self) -> torch.Tensor:
+        """-> w [out, in] float32"""
+        columns = self.q.shape[1]
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return values.repeat_interleave(self.group_size, 1)[:, :columns]
+
+        w = self.q.float().mul_(spread(self.scale))
+        return w if self.minimum is None else w.add_(spread(self.minimum))
+
+    def shard(self, rows: Shard, columns: Shard) -> QuantizedWeight | None:
+        """A rank's part, padded with zeros; None if the cut goes through a group of inputs."""
+        group = self.group_size
+        if columns.size == columns.full:
+            groups = whole(self.scale.shape[1])
+        elif columns.start % group or (columns.stop % group and columns.stop < columns.full):
+            return None
+        else:
+            groups = Shard(*(-(-n // group) for n in (columns.full, columns.start, columns.stop, columns.size)))
+
+        def part(values: torch.Tensor, along_inputs: Shard) -> torch.Tensor:
+            target = values.new_empty(rows.size, along_inputs.size)
+            copy_shard(target, values, rows, along_inputs)
+            return target
+
+        minimum = None if self.minimum is None else part(self.minimum, groups)
+        return QuantizedWeight(part(self.q, columns), part(self.scale, groups), minimum, group)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        minimum = None if self.minimum is None else self.minimum.to(device)
+        return replace(self, q=self.q.to(device), scale=self.scale.to(device), minimum=minimum)
+
+    def fits(self, other: QuantizedWeight) -> bool:
+        """Whether the rows of both can stand in one matrix."""
+        return self.q.dtype == other.q.dtype and self.group_size == other.group_size
+
+    @staticmethod
+    def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Parts that fit each other as one matrix: groups run along the input, so rows simply follow each other."""
+        minimums = [torch.zeros_like(part.scale) if part.minimum is None else part.minimum for part in parts]
+        return QuantizedWeight(
+            q=torch.cat([part.q for part in parts]),
+            scale=torch.cat([part.scale for part in parts]),
+            minimum=None if all(part.minimum is None for part in parts) else torch.cat(minimums),
+            group_size=parts[0].group_size,
+        )
