@@ -31,6 +31,7 @@ class EngineConfig:
     device: str = _option("auto", "cpu or cuda; CUDA_VISIBLE_DEVICES=N in the environment chooses among GPUs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "arithmetic of weights and activations")
     weights: Literal["auto", "dense", "packed"] = _option("auto", "packed: quantised matrices as they are stored")
+    quantization: Literal["none", "fp8", "fp8-block", "w4a16"] = _option("none", "quantise while loading, to nearest")
     seed: int = _option(0, "seed of dummy weights")
 
     page_size: int = _option(16, "tokens per page of the KV cache")

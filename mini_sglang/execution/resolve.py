@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
-from pathlib import Path
 
 import torch
 
@@ -16,6 +14,7 @@ from mini_sglang.config import EngineConfig, ResolvedConfig
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.interface import FP8
+from mini_sglang.memory import available_memory, total_memory
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.parallel.sharding import shard_heads
 from mini_sglang.weights.hub import ModelSource
@@ -101,7 +100,10 @@ def _fastest_dtype(on_cpu: bool) -> str:
 
 
 def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: ModelSource) -> str:
-    possible = dtype == "bfloat16" and config.load_format != "dummy" and has_quantized_weights(source)
+    is_quantized = config.load_format != "dummy" and has_quantized_weights(source)
+    if is_quantized and config.quantization != "none":
+        raise ValueError(f"quantization must be none for a checkpoint that is quantised, got {config.quantization}")
+    possible = dtype == "bfloat16" and (is_quantized or config.quantization != "none")
     possible = possible and (not on_cpu or CpuMatrix.available(DTYPES[dtype]))
     if config.weights == "packed" and not possible:
         raise ValueError(
@@ -116,7 +118,7 @@ def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: Mod
 def _cpu_slots(config: EngineConfig, context_length: int) -> int:
     """The slots asked for, or 64, whose tables must fit into this machine's memory."""
     slots = config.max_running_requests or 64
-    most = _memory_bytes() // RequestTable.bytes_per_slot(context_length, config.page_size)
+    most = total_memory() // RequestTable.bytes_per_slot(context_length, config.page_size)
     if slots > most:
         raise ValueError(
             f"max_running_requests must be at most {most}, whose tables of context_length {context_length} fill this "
@@ -128,7 +130,7 @@ def _cpu_slots(config: EngineConfig, context_length: int) -> int:
 def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int, slots: int) -> int:
     """The pages asked for, or those within the byte budget, but then no more than can be of use to `slots` requests."""
     bytes_per_page = page_bytes(config, model, dtype)
-    memory = _memory_bytes()
+    memory = total_memory()
     if config.num_pages is not None:
         if config.num_pages > memory // bytes_per_page:
             raise ValueError(
@@ -139,7 +141,7 @@ def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_len
     pages_of_one = -(-context_length // config.page_size)
     kv_cache_bytes = config.kv_cache_bytes
     if kv_cache_bytes is None:
-        available = _available_bytes() // (config.tp // config.nnodes)
+        available = available_memory() // (config.tp // config.nnodes)
         one_request = min((pages_of_one + 1) * bytes_per_page, available // 4)
         kv_cache_bytes = max(available // 32, one_request, 2 * bytes_per_page)
     elif kv_cache_bytes > memory:
@@ -151,28 +153,6 @@ def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_len
             "raise it or lower page_size"
         )
     return min(pages, slots * pages_of_one)
-
-
-def _memory_bytes() -> int:
-    """Of this machine; a container may be allowed less."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _available_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What new programs can take of this machine's memory, and of what this container is allowed.
-
-    Where the system does not say, it is all memory.
-    """
-    available = [_memory_bytes()]
-    if meminfo.exists() and (line := re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())):
-        available.append(int(line[1]) << 10)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        if (group / limit).exists() and (number := (group / limit).read_text().strip()) != "max":
-            available.append(max(0, int(number) - int((group / used).read_text())))
-    return min(available)
 
 
 def page_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:

@@ -35,6 +35,7 @@ from mini_sglang.scheduling.batch import NewPages, NewRequest, Row, ScheduledBat
 from mini_sglang.scheduling.step_cost import StepCost
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.load import load_dummy_weights, load_weights
+from mini_sglang.weights.quantize import QUANTIZERS
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 if TYPE_CHECKING:  # they need Triton
@@ -78,7 +79,8 @@ class Worker:
         if self._device.type == "cuda":  # the library whose choice for a long K and few rows is better by up to a fifth
             torch.backends.cuda.preferred_blas_library("cublaslt")
         kernels = _kernels(config, self._dtype)
-        placement = Placement(self._device, self._dtype, kernels, config.weights == "packed", parallel)
+        packed, quantize = config.weights == "packed", QUANTIZERS[config.quantization]
+        placement = Placement(self._device, self._dtype, kernels, packed, quantize, parallel)
         precompiled = self._precompile(placement)
         with _out_of_memory(_WEIGHTS_TOO_LARGE):
             model = build_model(model_config, placement)

@@ -19,7 +19,8 @@ class OutputHead:
         self._vocab_size = vocab_size
         self._parallel = placement.parallel
         shard = placement.parallel.shard(vocab_size)
-        self._linear = Linear(hidden_size, {"lm_head": shard}, placement, norms=BlockNorms(before=norm))
+        norms = BlockNorms(before=norm)
+        self._linear = Linear(hidden_size, {"lm_head": shard}, placement, norms=norms, quantized=False)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [rows, hidden] -> logits of its norm [rows, vocab], in `out` (contiguous) where that is given"""

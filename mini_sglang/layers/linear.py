@@ -28,6 +28,7 @@ class Linear:
 
     `norms.before` is applied to what the layer reads, `norms.after` to its output, and `norms.following` reads the sum
     that `add_to` makes. A kernel may prefetch the weight of `prefetched`, the layer that comes next.
+    Unless `quantized`, a dense weight stays dense.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Linear:
         summed: bool = False,
         norms: BlockNorms = NO_NORMS,
         prefetched: Linear | None = None,
+        quantized: bool = True,
     ) -> None:
         self._inputs = _as_shard(in_features)
         self._parts = {name: _as_shard(rows) for name, rows in parts.items()}
@@ -51,6 +53,7 @@ class Linear:
             self.out_features += rows.size
         self._placement = placement
         self._summed = summed
+        self._quantize = placement.quantize if quantized else None
         self._norms, self._prefetched = norms, prefetched
         self._weight: torch.Tensor | None = None  # [out, in]; here only until it is laid out
         self._quantized: dict[str, QuantizedWeight] = {}  # likewise, the parts that are kept as they are stored
@@ -110,6 +113,8 @@ class Linear:
     def _weight_loader(self, name: str) -> Callable[[CheckpointTensor], None]:
         def load(tensor: CheckpointTensor) -> None:
             stored = tensor.quantized() if self._placement.packed else None
+            if stored is None and self._quantize is not None:
+                stored = self._quantize(tensor.dense().to(self._placement.device))
             part = None if stored is None else stored.shard(self._parts[name], self._inputs)
             if part is not None:
                 self._quantized[name] = part.to(self._placement.device)
@@ -154,7 +159,8 @@ class Linear:
     def _quantized_matrix(self) -> Matrix | None:
         """The matrix of parts that are all stored alike, if the device has a kernel for it."""
         parts = [self._quantized[name] for name in self._parts if name in self._quantized]
-        if len(parts) < len(self._parts) or not all(part.fits(parts[0]) for part in parts):
+        is_whole = len(parts) == len(self._parts) and all(part.fits(parts[0]) for part in parts)
+        if not is_whole or not self._placement.packed:
             return None
         return self._placement.kernels.quantized_matrix(QuantizedWeight.stacked(parts), self._bias)
 

@@ -31,7 +31,7 @@ class MixtureOfExperts:
         number, hidden = config.experts.num_experts, config.hidden_size
         self._hidden, self._inner = whole(hidden), placement.parallel.shard(config.experts.intermediate_size)
         size = self._inner.size  # each rank holds a part of every expert
-        self._router = Linear(hidden, {"gate": number}, placement)
+        self._router = Linear(hidden, {"gate": number}, placement, quantized=False)
         # gate above up, as in GatedMLP; memory that no tensor has filled is not touched
         self._gate_up = torch.empty(number, 2 * size, hidden, dtype=placement.dtype, device=placement.device)
         self._down = torch.empty(number, hidden, size, dtype=placement.dtype, device=placement.device)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from mini_sglang.kernels.interface import Kernels
 from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
 class Placement:
     """Device and dtype of weights and activations, and the kernels for what lies between matmuls.
 
-    `packed` keeps 4-bit blocks packed for steps of few rows. `parallel` says which part of the model this rank holds.
+    `packed` keeps quantised matrices as they are, where the device has kernels for them. `quantize`, if given, makes
+    such matrices of dense ones. `parallel` says which part of the model this rank holds.
     """
 
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels
     packed: bool = False
+    quantize: Callable[[torch.Tensor], QuantizedWeight] | None = None
     parallel: TensorParallel = SINGLE

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.execution import resolve as module
-from mini_sglang.execution.resolve import _available_bytes, page_bytes, resolve
+from mini_sglang.execution.resolve import page_bytes, resolve
 from mini_sglang.weights.hub import find_model
 from mini_sglang.weights.model_config import load_model_config
 from tests.tiny import Checkpoints
@@ -35,17 +33,5 @@ def test_the_pool_is_a_share_of_the_memory_available(
     )
     source = find_model(config)
     model = load_model_config(source)
-    monkeypatch.setattr(module, "_available_bytes", lambda: available_pages * page_bytes(config, model, "float32"))
+    monkeypatch.setattr(module, "available_memory", lambda: available_pages * page_bytes(config, model, "float32"))
     assert resolve(config, model, source).num_pages == pages
-
-
-def test_available_is_what_machine_and_container_both_allow(tmp_path: Path) -> None:
-    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
-    meminfo.write_text("MemTotal:       64 kB\nMemAvailable:       32 kB\n")
-    assert _available_bytes(meminfo, group) == 32 << 10
-    group.mkdir()
-    (group / "memory.current").write_text("1000\n")
-    (group / "memory.max").write_text("max\n")
-    assert _available_bytes(meminfo, group) == 32 << 10
-    (group / "memory.max").write_text("5000\n")
-    assert _available_bytes(meminfo, group) == 4000

@@ -12,13 +12,18 @@ from mini_sglang.kernels.torch_kernels import linear
 from mini_sglang.kernels.triton.embedding import embedding
 from mini_sglang.kernels.triton.experts import experts
 from mini_sglang.kernels.triton.gemv import MAX_ROWS, gemv
-from mini_sglang.kernels.triton.matmul import matmul
+from mini_sglang.kernels.triton.matmul import Scales, matmul
+from mini_sglang.kernels.triton.quantize_rows import quantize_rows
+from mini_sglang.kernels.triton.quantized_gemv import PackedWeight, pack, quantized_gemv
 from mini_sglang.kernels.triton.rms_norm import rms_norm
 from mini_sglang.kernels.triton.rope_store import rope_store
 from mini_sglang.kernels.triton.routing import route
 from mini_sglang.kernels.triton.silu_mul import silu_mul
 from mini_sglang.kernels.triton.small_gemm import gated_tile, split_k_matmul
+from mini_sglang.kernels.triton.weight_only import dequantize, weight_only_matmul
 from mini_sglang.weights.quantized_weight import QuantizedWeight
+
+_MANY_ROWS = 512  # from which it is faster to dequantise a weight for the library than to unpack it for each tile
 
 
 class TritonKernels:
@@ -33,7 +38,12 @@ class TritonKernels:
         return TritonMatrix(weight, bias)
 
     def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
-        return None
+        packed = pack(weight)
+        if packed is None:
+            return None
+        if packed.is_float8:
+            return Float8Matrix(packed, bias, deterministic=self._deterministic)
+        return WeightOnlyMatrix(packed, bias, deterministic=self._deterministic)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TritonExperts:
         return TritonExperts(gate_up, down, deterministic=self._deterministic)
@@ -120,6 +130,83 @@ class InvariantMatrix:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
         return Residual(matmul(x, self.weight, self._bias, residual=residual))
+
+
+class Float8Matrix:
+    """`Matrix` with a weight in float8. One or two rows stay as they are, more are quantised to float8 as well."""
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, *, deterministic: bool) -> None:
+        self._packed, self._bias, self._deterministic = weight, bias, deterministic
+        self.weight = weight.q
+        self._scale = weight.scale.float()
+        self._grouped = self._scale.shape[1] > 1
+
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self._are_few(x):
+            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, out=out)
+        return self._multiply(x, norm, out=out)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
+        if self._are_few(x):
+            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, gated=True)
+        return self._multiply(x, norm, gated=True)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
+        if self._are_few(x):
+            return Residual(quantized_gemv(x, self._packed, bias=self._bias, residual=residual))
+        return Residual(self._multiply(x, None, residual=residual))
+
+    def _are_few(self, x: torch.Tensor) -> bool:
+        return not self._deterministic and _is_few(x)
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        norm: Norm | None,
+        *,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        q, scale = quantize_rows(x, norm, grouped=self._grouped, prefetch=self.weight)
+        scales = Scales(scale, self._scale)
+        return matmul(q, self.weight, self._bias, residual, scales=scales, gated=gated, out=out)
+
+
+class WeightOnlyMatrix:
+    """`Matrix` with a weight in 4 or 8 bits, and activations as they are."""
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, *, deterministic: bool) -> None:
+        self._packed, self._bias, self._deterministic = weight, bias, deterministic
+        self.weight = weight.q
+
+    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self._are_few(x):
+            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, out=out)
+        x = _normed(x, norm, self.weight)
+        if self._are_many(x):
+            return linear(x, dequantize(self._packed, x.dtype), self._bias, out)
+        return weight_only_matmul(x, self._packed, self._bias, out=out)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
+        if self._are_few(x):
+            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, gated=True)
+        if self._are_many(x):
+            return silu_mul(self.matmul(x, norm))
+        return weight_only_matmul(_normed(x, norm, self.weight), self._packed, self._bias, gated=True)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
+        if self._are_few(x):
+            return Residual(quantized_gemv(x, self._packed, bias=self._bias, residual=residual))
+        if self._are_many(x):
+            return Residual(residual + self.matmul(x))
+        return Residual(weight_only_matmul(x, self._packed, self._bias, residual))
+
+    def _are_few(self, x: torch.Tensor) -> bool:
+        return not self._deterministic and _is_few(x)
+
+    def _are_many(self, x: torch.Tensor) -> bool:
+        return not self._deterministic and len(x) > _MANY_ROWS
 
 
 class TritonExperts:

@@ -4,6 +4,9 @@ Libraries choose their kernel by the number of rows, and with it the order of ad
 accumulator that walks K upwards in blocks of one size: tiles differ in shape, never in the order of additions, and K is
 never split. Tiles have 64 rows or more, so that all of them use the same matrix instruction (wgmma on Hopper). A caller
 that does not need this may pass a tile of fewer rows, or split K (`matmul_partials`). Knows tensors only.
+
+Operands in float8 have scales: for whole rows of x and of the weight, applied to the sums, or for each 128 inputs of a
+row, applied to the sums of these as DeepSeek-V3 does (arXiv 2412.19437).
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -12,6 +15,7 @@ that does not need this may pass a tile of fewer rows, or split K (`matmul_parti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 _MIN_PROGRAMS = 128  # that a product should be cut into: about one for each multiprocessor of an H100
+GROUP = 128  # inputs of float8 operands that may have a scale of their own
 ROW_TILES = 8  # whose programs run one after the other, so that they find a column's weights in the L2 cache
 
 
@@ -69,14 +74,16 @@ def matmul(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
+    scales: Scales | None = None,
     gated: bool = False,
     out: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
 ) -> torch.Tensor:
     """x [rows, K], rows contiguous, times weight [N, K] contiguous, plus bias [N] and residual -> [rows, N]
 
-    Summed in float32 and rounded once. All have one dtype. `residual` [rows, N] contiguous is overwritten and returned.
-    Without a residual the result goes into `out` [rows, N], contiguous, if that is given.
+    Summed in float32 and rounded once. All have one dtype, except that x and the weight may be float8_e4m3fn, with
+    `scales`; the result is then bfloat16, or what `out` or the residual is. `residual` [rows, N] contiguous is
+    overwritten and returned. Without one the result goes into `out` [rows, N], contiguous, if that is given.
     `gated`: weight [2 N, K] and bias [2 N] -> silu(first half) * second half [rows, N], of the float32 sums.
     Raises ValueError for layouts that the tensor memory accelerator (TMA) cannot read, and for `gated` with a residual.
     """
@@ -88,10 +95,23 @@ def matmul(
         out = residual
     _check(x, weight, out)
     if out is None:
-        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+        dtype = x.dtype if scales is None else torch.bfloat16
+        out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     if rows:
-        _launch(x, weight, bias, residual, out, tile or matmul_tile(rows, weight.shape[0], x.dtype), gated=gated)
+        tile = tile or matmul_tile(rows, weight.shape[0], x.dtype)
+        _launch(x, weight, bias, residual, out, tile, scales=scales, gated=gated)
     return out
+
+
+class Scales(NamedTuple):
+    """x = scale * q for both operands of a product, by rows or by groups of 128 of a row's inputs."""
+
+    x: torch.Tensor  # [rows, groups] float32
+    weight: torch.Tensor  # [N, groups] float32
+
+    @property
+    def grouped(self) -> bool:
+        return self.x.shape[1] > 1
 
 
 def matmul_partials(x: torch.Tensor, weight: torch.Tensor, splits: int, *, tile: MatmulTile) -> torch.Tensor:
@@ -124,6 +144,7 @@ def _launch(
     out: torch.Tensor,
     tile: MatmulTile,
     *,
+    scales: Scales | None = None,
     gated: bool = False,
     splits: int = 1,
 ) -> None:
@@ -140,6 +161,8 @@ def _launch(
         else TensorDescriptor.from_tensor(weight, [block_columns, block_depth]),
         bias,
         residual,
+        None if scales is None else scales.x,
+        None if scales is None else scales.weight,
         out,
         rows,
         columns,
@@ -147,6 +170,7 @@ def _launch(
         _split_depth(depth, splits, x.dtype),
         x.stride(0),
         GATED=gated,
+        GROUPED=scales is not None and scales.grouped,
         SPLIT_K=splits > 1,
         FILLS_A_TILE=fills_a_tile,
         BLOCK_ROWS=tile.rows,
@@ -160,7 +184,7 @@ def _launch(
 
 
 def _block_depth(dtype: torch.dtype) -> int:
-    return 64 if dtype.itemsize <= 2 else 32
+    return {1: GROUP, 2: 64}.get(dtype.itemsize, 32)
 
 
 def _split_depth(depth: int, splits: int, dtype: torch.dtype) -> int:
@@ -175,17 +199,25 @@ def matmul_reference(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
+    scales: Scales | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
     """The twin of `matmul`, in float64; it leaves `residual` as it is."""
-    product = x.double() @ weight.double().t()
+    values, weights = x.double(), weight.double()
+    if scales is not None:
+        values, weights = _scaled(values, scales.x), _scaled(weights, scales.weight)
+    product = values @ weights.t()
     for addend in (bias, residual):
         if addend is not None:
             product += addend.double()
     if gated:
         gate, up = product.chunk(2, dim=-1)
         product = F.silu(gate) * up
-    return product.to(x.dtype)
+    return product.to(x.dtype if scales is None else torch.bfloat16)
+
+
+def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values * scale.double().repeat_interleave(values.shape[1] // scale.shape[1], 1)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
@@ -220,6 +252,8 @@ def _matmul_kernel(
     weight,
     bias,
     residual,
+    x_scale,
+    weight_scale,
     out,
     rows,
     columns,
@@ -227,6 +261,7 @@ def _matmul_kernel(
     split_depth,
     x_stride,
     GATED: tl.constexpr,
+    GROUPED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     FILLS_A_TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -238,7 +273,8 @@ def _matmul_kernel(
     """`weight` is a tensor descriptor: what is outside reads as 0, which adds nothing. So is `x` with FILLS_A_TILE.
 
     With GATED the weight is [2, columns, depth], gate and up: a tile holds the same columns of both, for one tl.dot.
-    With SPLIT_K a program walks one slice of K, and `out` has a partial sum for each slice.
+    With SPLIT_K a program walks one slice of K, and `out` has a partial sum for each slice. With GROUPED a block of K
+    has its own scales.
 
     The TMA takes up to twice as long for a tile that is partly outside of x. So the last tile ends with the last row,
     and stores only the rows that no other tile stores; fewer rows than a tile has are read through pointers.
@@ -252,6 +288,13 @@ def _matmul_kernel(
     column = first_column + tl.arange(0, BLOCK_COLUMNS)
     k = tl.arange(0, BLOCK_DEPTH)
     acc = tl.zeros([BLOCK_ROWS, 2 * BLOCK_COLUMNS if GATED else BLOCK_COLUMNS], tl.float32)
+    weight_row, is_weight_row = column, column < columns
+    if GATED:  # gate's rows, then up's
+        both = tl.arange(0, 2 * BLOCK_COLUMNS)
+        is_weight_row = first_column + both % BLOCK_COLUMNS < columns
+        weight_row = both // BLOCK_COLUMNS * columns + first_column + both % BLOCK_COLUMNS
+    is_row = row < rows
+    groups = depth // BLOCK_DEPTH if GROUPED else 1
     first, end = 0, depth
     if SPLIT_K:
         first = tl.program_id(1) * split_depth
@@ -268,7 +311,16 @@ def _matmul_kernel(
             weight_tile = tl.reshape(weight.load([0, first_column, start]), [2 * BLOCK_COLUMNS, BLOCK_DEPTH])
         else:
             weight_tile = weight.load([first_column, start])
-        acc = tl.dot(x_tile, tl.trans(weight_tile), acc, input_precision="ieee")
+        if GROUPED:
+            group = start // BLOCK_DEPTH
+            of_x = tl.load(x_scale + row * groups + group, mask=is_row, other=0.0)
+            of_weight = tl.load(weight_scale + weight_row * groups + group, mask=is_weight_row, other=0.0)
+            acc += tl.dot(x_tile, tl.trans(weight_tile)) * of_x[:, None] * of_weight[None, :]
+        else:
+            acc = tl.dot(x_tile, tl.trans(weight_tile), acc, input_precision="ieee")
+    if x_scale is not None and not GROUPED:
+        acc *= tl.load(x_scale + row, mask=is_row, other=0.0)[:, None]
+        acc *= tl.load(weight_scale + weight_row, mask=is_weight_row, other=0.0)[None, :]
     own = (row >= row_tile * BLOCK_ROWS) & (row < rows)
     valid = own[:, None] & (column < columns)[None, :]
     places = row.to(tl.int64)[:, None] * columns + column[None, :]

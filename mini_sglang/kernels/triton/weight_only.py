@@ -1,0 +1,250 @@
+"""Matrix products with a weight in 4 or 8 bits and activations as they are, for more rows than `quantized_gemv` takes.
+
+A program multiplies a group of inputs at a time: integers are exact in 16 bits, and the group's sum is multiplied by
+its scale. Groups are added up in one order, whatever the tile, so a row has the same bits in any batch. For
+very many rows it is faster to write the weight out once (`dequantize`) and leave the product to the library. Beside
+their PyTorch twins.
+"""
+
+# Pointers and scalars of a Triton kernel have no Python types:
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mini_sglang.kernels.triton.matmul import ROW_TILES, matmul_reference, swizzled_tile
+from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
+from mini_sglang.kernels.triton.quantized_gemv import PackedWeight
+
+_DEPTH = 128  # inputs of a block, if groups are larger
+_ELEMENTS = 2048  # of a program of `dequantize`, in stored bytes
+
+
+@dataclass(frozen=True)
+class WeightOnlyTile:
+    """The tile that one program computes. No field changes a bit of the result."""
+
+    rows: int
+    columns: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def weight_only_tile(rows: int, columns: int) -> WeightOnlyTile:
+    """The fastest tile, measured on an H200 in bfloat16."""
+    height = min(128, max(16, triton.next_power_of_2(rows)))
+    return WeightOnlyTile(height, 64 if height <= 64 else 128, num_warps=4 if height <= 64 else 8)
+
+
+def weight_only_matmul(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    tile: WeightOnlyTile | None = None,
+) -> torch.Tensor:
+    """`matmul` with a packed weight: x [rows, K], rows contiguous -> [rows, N] in x's dtype, or [rows, N / 2] gated
+
+    Raises ValueError for other layouts, and for `gated` with a residual.
+    """
+    rows, depth = x.shape
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    if residual is not None:
+        out = residual
+    if x.stride(1) != 1 or (gated and residual is not None) or (out is not None and not out.is_contiguous()):
+        raise ValueError(f"rows of x and the result must be contiguous, strides {x.stride()}; `gated` has no residual")
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    tile = tile or weight_only_tile(rows, columns)
+    _weight_only_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+        x,
+        weight.q,
+        weight.scale,
+        weight.minimum,
+        bias,
+        residual,
+        out,
+        rows,
+        columns,
+        x.stride(0),
+        DEPTH=depth,
+        GROUP=weight.group_size,
+        BITS=weight.bits,
+        ZERO=weight.zero,
+        GATED=gated,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_COLUMNS=tile.columns,
+        BLOCK_DEPTH=_block_depth(weight),
+        ROW_TILES=ROW_TILES,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **pdl_launch(x.device),
+    )
+    return out
+
+
+def weight_only_matmul_reference(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """The twin of `weight_only_matmul`, in float64; it leaves `residual` as it is."""
+    return matmul_reference(x, weight.dense(torch.float32), bias, residual, gated=gated)
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """-> W [N, K]"""
+    n, k = weight.shape
+    out = torch.empty(n, k, dtype=dtype, device=weight.q.device)
+    row_bytes = weight.q.shape[1]
+    _dequantize_kernel[(n, triton.cdiv(row_bytes, _ELEMENTS))](
+        weight.q,
+        weight.scale,
+        weight.minimum,
+        out,
+        ROW_BYTES=row_bytes,
+        GROUP=weight.group_size,
+        BITS=weight.bits,
+        ZERO=weight.zero,
+        BLOCK=_ELEMENTS,
+        num_warps=4,
+        **pdl_launch(out.device),
+    )
+    return out
+
+
+def _block_depth(weight: PackedWeight) -> int:
+    """The inputs that a program multiplies at a time: of one group, and whole chunks of 32."""
+    depth = weight.shape[1]
+    return next(size for size in (_DEPTH, 64, 32, 16) if depth % size == 0 and weight.group_size % size == 0)
+
+
+@triton.jit
+def _group_sums(x_low, x_high, q, ZERO: tl.constexpr, BITS: tl.constexpr):
+    """Products of integers [columns, bytes] with x [bytes, rows]; of 4 bits x is in two halves. -> [columns, rows]"""
+    if BITS == 4:
+        low = ((q & 15).to(tl.int8) - ZERO).to(x_low.dtype)
+        high = ((q >> 4).to(tl.int8) - ZERO).to(x_low.dtype)
+        return tl.dot(high, x_high, tl.dot(low, x_low, input_precision="ieee"), input_precision="ieee")
+    return tl.dot(q.to(x_low.dtype), x_low, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _weight_only_kernel(
+    x,
+    weight,
+    scale,
+    minimum,
+    bias,
+    residual,
+    out,
+    rows,
+    columns,
+    x_stride,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles are computed transposed, weights first: so converted weights go to the tensor cores from registers."""
+    ROW_BYTES: tl.constexpr = DEPTH * BITS // 8
+    BLOCK_BYTES: tl.constexpr = BLOCK_DEPTH * BITS // 8
+    GROUPS: tl.constexpr = (DEPTH + GROUP - 1) // GROUP
+    row_tile, column_tile = swizzled_tile(tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS), ROW_TILES)
+    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    byte = tl.arange(0, BLOCK_BYTES)
+    is_column = column < columns
+    first_input = byte // 16 * 32 + byte % 16 if BITS == 4 else byte
+    of_x = x + row.to(tl.int64)[None, :] * x_stride + first_input[:, None]
+    is_row = (row < rows)[None, :]
+    of_weight = weight + column.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
+    of_groups = column.to(tl.int64) * GROUPS
+    acc = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+    acc_up = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+    pdl_wait(PDL)
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        group = start // GROUP
+        x_low = tl.load(of_x + start, mask=is_row, other=0.0)
+        x_high = tl.load(of_x + start + 16, mask=is_row, other=0.0) if BITS == 4 else x_low
+        if minimum is not None:
+            of_inputs = tl.sum(x_low.to(tl.float32), 0)
+            if BITS == 4:
+                of_inputs += tl.sum(x_high.to(tl.float32), 0)
+        place = start * BITS // 8
+        q = tl.load(of_weight + place, mask=is_column[:, None], other=0.0)
+        factor = tl.load(scale + of_groups + group, mask=is_column, other=0.0).to(tl.float32)
+        acc += _group_sums(x_low, x_high, q, ZERO, BITS) * factor[:, None]
+        if minimum is not None:
+            least = tl.load(minimum + of_groups + group, mask=is_column, other=0.0).to(tl.float32)
+            acc += least[:, None] * of_inputs[None, :]
+        if GATED:
+            q = tl.load(of_weight + columns * ROW_BYTES + place, mask=is_column[:, None], other=0.0)
+            of_up = of_groups + columns * GROUPS + group
+            factor = tl.load(scale + of_up, mask=is_column, other=0.0).to(tl.float32)
+            acc_up += _group_sums(x_low, x_high, q, ZERO, BITS) * factor[:, None]
+            if minimum is not None:
+                least = tl.load(minimum + of_up, mask=is_column, other=0.0).to(tl.float32)
+                acc_up += least[:, None] * of_inputs[None, :]
+    if bias is not None:
+        acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if bias is not None:
+            acc_up += tl.load(bias + columns + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        acc = acc * tl.sigmoid(acc) * acc_up
+    valid = is_column[:, None] & is_row
+    places = row.to(tl.int64)[None, :] * columns + column[:, None]
+    if residual is not None:
+        acc += tl.load(residual + places, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight,
+    scale,
+    minimum,
+    out,
+    ROW_BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    DEPTH: tl.constexpr = ROW_BYTES * 8 // BITS
+    GROUPS: tl.constexpr = (DEPTH + GROUP - 1) // GROUP
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = byte < ROW_BYTES
+    input_ = byte // 16 * 32 + byte % 16 if BITS == 4 else byte
+    group = row * GROUPS + input_ // GROUP
+    pdl_wait(PDL)  # `out` may be memory that is still being read
+    q = tl.load(weight + row * ROW_BYTES + byte, mask=inside, other=0.0)
+    factor = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    least = tl.load(minimum + group, mask=inside, other=0.0).to(tl.float32) if minimum is not None else 0.0
+    places = out + row * DEPTH + input_
+    low = (q & 15) if BITS == 4 else q
+    tl.store(places, ((low.to(tl.float32) - ZERO) * factor + least).to(out.dtype.element_ty), mask=inside)
+    if BITS == 4:
+        high = (q >> 4).to(tl.float32)
+        tl.store(places + 16, ((high - ZERO) * factor + least).to(out.dtype.element_ty), mask=inside)
