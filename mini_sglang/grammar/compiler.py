@@ -110,7 +110,7 @@ class Matcher:
         self._check()
         if not any(mask):
             raise FieldError(self._field, "cannot be followed: it allows no token of this model here")
-        if self._tokens_left <= self._next_look and not self._ending:
+        if not self._ending and (self._tokens_left <= self._next_look or self._may_be_last_call(mask)):
             self._look_for_ending()
         if self._numbers is not None:
             mask = self._numbers.apply(mask)
@@ -150,6 +150,14 @@ class Matcher:
         if spare <= 0 and (may_call or not self._matcher.is_accepting()):  # a complete answer may be cut off
             self._ending = ending
         self._next_look = self._tokens_left - max(spare // 4, 1)
+
+    def _may_be_last_call(self, mask: bytes) -> bool:
+        """Whether calls may end here, and too few tokens are left for one more."""
+        if self._tokens_left > self._room_for_a_call + len(self._end_of_calls) + 1:
+            return False
+        if self._end_of_calls:
+            return bool(mask[self._end_of_calls[0] >> 3] >> (self._end_of_calls[0] & 7) & 1)
+        return self._matcher.is_accepting()
 
     def _is_between_calls(self, ending: list[int]) -> bool:
         """Whether the calls so far are complete, so that `ending` only ends them."""

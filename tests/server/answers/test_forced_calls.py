@@ -111,9 +111,9 @@ def test_required_calls_parse(builtin_tokenizer: Tokenizer, notation: Notation) 
         required_calls(builtin_tokenizer, notation, parallel, range(TRIES // 2))
 
 
-@pytest.mark.parametrize(("name", "seed"), [("deepseek_v32", 1007), ("glm45", 1095)])
+@pytest.mark.parametrize(("name", "seed"), [("deepseek_v32", 1007), ("glm45", 1095), ("kimi_k3", 1098)])
 def test_calls_near_the_limit_are_ended(builtin_tokenizer: Tokenizer, name: str, seed: int) -> None:
-    """One begins a long call late, the other an optional object."""
+    """Two begin a long call late, one an optional object."""
     required_calls(builtin_tokenizer, next(n for n in NOTATIONS if name in n.names), True, [seed])
 
 
