@@ -1,4 +1,4 @@
-"""Matrix products of one or two rows with a weight in 4 or 8 bits, limited by how fast the weight can be read.
+"""Matrix products of one row with a weight in 4 or 8 bits, limited by how fast the weight can be read.
 
 The same as `gemv.py`, with the norm before and the gate or residual after in one launch, over a weight that is kept as
 it is stored: activations stay as they are, sums are float32. A thread reads 16 bytes of a row at a time, a chunk, whose
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mini_sglang.kernels.interface import FP8, Norm
-from mini_sglang.kernels.triton.gemv import MAX_ROWS, gemv_reference
+from mini_sglang.kernels.triton.gemv import gemv_reference
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
@@ -123,38 +123,37 @@ def quantized_gemv(
     out: torch.Tensor | None = None,
     tuning: QuantizedGemvTuning | None = None,
 ) -> torch.Tensor:
-    """`gemv` with a packed weight: x [rows, K], rows contiguous, at most MAX_ROWS -> [rows, N], or [rows, N / 2] gated
+    """`gemv` with a packed weight: x [1, K], contiguous -> [1, N], or [1, N / 2] gated
 
     Raises ValueError for more rows or other layouts.
     """
-    rows, k = x.shape
+    k = x.shape[1]
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    if rows > MAX_ROWS or x.stride(1) != 1:
-        raise ValueError(f"quantized_gemv takes at most {MAX_ROWS} contiguous rows, got {rows}, strides {x.stride()}")
+    if len(x) != 1 or x.stride(1) != 1:
+        raise ValueError(f"quantized_gemv takes one contiguous row, got {len(x)}, strides {x.stride()}")
     if residual is not None:
         out = residual
     if out is None:
-        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+        out = torch.empty(1, n, dtype=x.dtype, device=x.device)
     elif not out.is_contiguous():
         raise ValueError("the residual and `out` must be contiguous")
     tuning = tuning or quantized_gemv_tuning(n, k, weight.bits, gated=gated)
     _quantized_gemv_kernel[(triton.cdiv(n, tuning.block_n),)](
         x,
-        weight.q,
+        weight.q.view(torch.int32),
         weight.scale,
         weight.minimum,
         bias,
         None if norm is None else norm.weight,
         out,
-        x.stride(0),
-        rows,
         0.0 if norm is None else norm.eps,
         N=n,
         K=k,
         GROUP=weight.group_size,
         BITS=weight.bits,
+        FLOAT=weight.q.dtype == FP8,
         ZERO=weight.zero,
-        ROWS=triton.next_power_of_2(rows),
+        ASM=x.is_cuda,
         BLOCK_N=tuning.block_n,
         CHUNKS=tuning.chunks,
         GATED=gated,
@@ -180,24 +179,134 @@ def quantized_gemv_reference(
 
 
 @triton.jit
-def _chunk_sums(low, high, q, scale, minimum, ZERO: tl.constexpr, BITS: tl.constexpr):
-    """Products of x with one tile, added up within chunks. low, high [ROWS, CHUNKS, 16]; q [N, CHUNKS, 16]
+def _quarters(x):
+    """x [CHUNKS, 16] -> elements 0, 4, 8, …, then 1, 5, 9, …, and so on: four of [CHUNKS, 4]"""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], 4, 2, 2]))  # by the lowest bit of the place
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
-    -> [ROWS, N, CHUNKS]; scale and minimum [N, CHUNKS], or None.
+
+@triton.jit
+def _four_float8(words, ASM: tl.constexpr):
+    """The four float8_e4m3fn of each int32, lowest byte first, as float32."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high, a, b, c, d;
+                .reg .b32 ab, cd;
+                mov.b32 {low, high}, $4;
+                cvt.rn.f16x2.e4m3x2 ab, low;
+                cvt.rn.f16x2.e4m3x2 cd, high;
+                mov.b32 {a, b}, ab;
+                mov.b32 {c, d}, cd;
+                cvt.f32.f16 $0, a;
+                cvt.f32.f16 $1, b;
+                cvt.f32.f16 $2, c;
+                cvt.f32.f16 $3, d;
+            }
+            """,
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return _float8(words), _float8(words >> 8), _float8(words >> 16), _float8(words >> 24)
+
+
+@triton.jit
+def _float8(words):
+    return (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _four_nibbles(words, ASM: tl.constexpr):
+    """1024 plus the low half of each byte of int32 words, lowest byte first, as float32.
+
+    A float16 with the exponent of 1024 has room for an integer below 16: so no integer is converted.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 a, b, c, d;
+                .reg .b32 ac, bd;
+                and.b32 ac, $4, 0x000f000f;
+                or.b32 ac, ac, 0x64006400;
+                shr.u32 bd, $4, 8;
+                and.b32 bd, bd, 0x000f000f;
+                or.b32 bd, bd, 0x64006400;
+                mov.b32 {a, c}, ac;
+                mov.b32 {b, d}, bd;
+                cvt.f32.f16 $0, a;
+                cvt.f32.f16 $1, b;
+                cvt.f32.f16 $2, c;
+                cvt.f32.f16 $3, d;
+            }
+            """,
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return _nibble(words), _nibble(words >> 8), _nibble(words >> 16), _nibble(words >> 24)
+
+
+@triton.jit
+def _nibble(words):
+    return (words & 15).to(tl.float32) + 1024
+
+
+@triton.jit
+def _signed(words, BYTE: tl.constexpr):
+    return (words << (24 - 8 * BYTE) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _dot(x, a, b, c, d):
+    """Products of x's quarters [CHUNKS, 4] with four weights of each word [N, CHUNKS, 4], added up -> [N, CHUNKS]"""
+    sums = x[0][None, :, :] * a
+    sums += x[1][None, :, :] * b
+    sums += x[2][None, :, :] * c
+    sums += x[3][None, :, :] * d
+    return tl.sum(sums, 2)
+
+
+@triton.jit
+def _chunk_sums(
+    low,
+    high,
+    of_x,
+    words,
+    scale,
+    minimum,
+    FLOAT: tl.constexpr,
+    ZERO: tl.constexpr,
+    BITS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Products of x with one tile, added up within chunks -> [N, CHUNKS]
+
+    low, high: quarters of x [CHUNKS, 4] float32; of_x [CHUNKS]: their sum; words [N, CHUNKS, 4] int32; scale and
+    minimum [N, CHUNKS], or None.
     """
     if BITS == 4:
-        sums = tl.sum(low[:, None, :, :] * (q & 15).to(tl.float32)[None, :, :, :], 3)
-        sums += tl.sum(high[:, None, :, :] * (q >> 4).to(tl.float32)[None, :, :, :], 3)
-        of_x = tl.sum(low + high, 2)[:, None, :]
+        a, b, c, d = _four_nibbles(words, ASM)
+        sums = _dot(low, a, b, c, d)
+        a, b, c, d = _four_nibbles(words >> 4, ASM)
+        sums += _dot(high, a, b, c, d) - (1024 + ZERO) * of_x[None, :]
+    elif FLOAT:
+        a, b, c, d = _four_float8(words, ASM)
+        sums = _dot(low, a, b, c, d)
     else:
-        sums = tl.sum(low[:, None, :, :] * q.to(tl.float32)[None, :, :, :], 3)
-        of_x = tl.sum(low, 2)[:, None, :]
-    if ZERO != 0:
-        sums -= ZERO * of_x
+        sums = _dot(low, _signed(words, 0), _signed(words, 1), _signed(words, 2), _signed(words, 3))
     if scale is not None:
-        sums *= scale[None, :, :]
+        sums *= scale
     if minimum is not None:
-        sums += minimum[None, :, :] * of_x
+        sums += minimum * of_x[None, :]
     return sums
 
 
@@ -217,15 +326,14 @@ def _quantized_gemv_kernel(
     bias,
     norm,
     out,
-    x_stride,
-    rows,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    FLOAT: tl.constexpr,
     ZERO: tl.constexpr,
-    ROWS: tl.constexpr,
+    ASM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     GATED: tl.constexpr,
@@ -239,77 +347,74 @@ def _quantized_gemv_kernel(
     PER_GROUP: tl.constexpr = GROUP // IN_CHUNK
     IN_ROW: tl.constexpr = GROUPS == 1 and minimum is None  # one scale for a row: applied at the end
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, ROWS)
     chunk = tl.arange(0, CHUNKS)
     byte = tl.arange(0, BYTES)
     is_output = outputs < N
-    first = (
-        weight
-        + outputs.to(tl.int64)[:, None, None] * (K * BITS // 8)
-        + (chunk * BYTES)[None, :, None]
-        + byte[None, None, :]
-    )
-    second = first + N * (K * BITS // 8)  # of the up half, with GATED
+    WORDS: tl.constexpr = K * BITS // 32  # of a row
+    in_rows = (chunk * 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    first = weight + outputs.to(tl.int64)[:, None, None] * WORDS + in_rows
+    second = first + N * WORDS  # of the up half, with GATED
     inner = is_output[:, None] & (chunk < ALL_CHUNKS)[None, :]
-    tile = tl.load(first, mask=inner[:, :, None], other=0.0)
-    tile_up = tl.load(second, mask=inner[:, :, None], other=0.0) if GATED else tile
-    places = out + (row * N)[:, None] + outputs[None, :]
-    mask = (row < rows)[:, None] & is_output[None, :]
+    tile = tl.load(first, mask=inner[:, :, None], other=0)
+    tile_up = tl.load(second, mask=inner[:, :, None], other=0) if GATED else tile
     pdl_wait(PDL)
     if RESIDUAL:  # loaded together with x, not after the sums
-        addend = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_N, CHUNKS], tl.float32)
-    acc_up = tl.zeros([ROWS, BLOCK_N, CHUNKS], tl.float32)
-    squares = tl.zeros([ROWS, CHUNKS], tl.float32)
+        addend = tl.load(out + outputs, mask=is_output, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
+    squares = tl.zeros([CHUNKS], tl.float32)
     for begin in range(0, ALL_CHUNKS, CHUNKS):
         inside = begin + chunk < ALL_CHUNKS
         inner = is_output[:, None] & inside[None, :]
         input_ = (begin + chunk)[:, None] * IN_CHUNK + byte[None, :]
-        loaded = (row < rows)[:, None, None] & inside[None, :, None]
-        low = tl.load(x + (row * x_stride)[:, None, None] + input_[None, :, :], mask=loaded, other=0.0).to(tl.float32)
-        high = low
-        if BITS == 4:
-            places_high = x + (row * x_stride)[:, None, None] + (BYTES + input_)[None, :, :]
-            high = tl.load(places_high, mask=loaded, other=0.0).to(tl.float32)
+        low = tl.load(x + input_, mask=inside[:, None], other=0.0).to(tl.float32)
+        high = tl.load(x + BYTES + input_, mask=inside[:, None], other=0.0).to(tl.float32) if BITS == 4 else low
         if norm is not None:
-            squares += tl.sum(low * low, 2)
-            low *= tl.load(norm + input_, mask=inside[:, None], other=0.0).to(tl.float32)[None, :, :]
+            squares += tl.sum(low * low, 1)
+            low *= tl.load(norm + input_, mask=inside[:, None], other=0.0).to(tl.float32)
             if BITS == 4:
-                squares += tl.sum(high * high, 2)
-                high *= tl.load(norm + BYTES + input_, mask=inside[:, None], other=0.0).to(tl.float32)[None, :, :]
+                squares += tl.sum(high * high, 1)
+                high *= tl.load(norm + BYTES + input_, mask=inside[:, None], other=0.0).to(tl.float32)
         ahead = is_output[:, None] & (begin + CHUNKS + chunk < ALL_CHUNKS)[None, :]
-        coming = tl.load(first + (begin + CHUNKS) * BYTES, mask=ahead[:, :, None], other=0.0)
+        coming = tl.load(first + (begin + CHUNKS) * 4, mask=ahead[:, :, None], other=0)
         if GATED:
-            coming_up = tl.load(second + (begin + CHUNKS) * BYTES, mask=ahead[:, :, None], other=0.0)
+            coming_up = tl.load(second + (begin + CHUNKS) * 4, mask=ahead[:, :, None], other=0)
+        low_quarters = _quarters(low)
+        high_quarters = _quarters(high) if BITS == 4 else low_quarters
+        of_x = tl.sum(low, 1)
+        if BITS == 4:
+            of_x += tl.sum(high, 1)
         of_chunks = None if IN_ROW else _of_chunks(scale, outputs, begin + chunk, inner, GROUPS, PER_GROUP)
         minimums = None
         if minimum is not None:
             minimums = _of_chunks(minimum, outputs, begin + chunk, inner, GROUPS, PER_GROUP)
-        acc += _chunk_sums(low, high, tile, of_chunks, minimums, ZERO, BITS)
+        acc += _chunk_sums(low_quarters, high_quarters, of_x, tile, of_chunks, minimums, FLOAT, ZERO, BITS, ASM)
         tile = coming
         if GATED:
             if not IN_ROW:
                 of_chunks = _of_chunks(scale + N * GROUPS, outputs, begin + chunk, inner, GROUPS, PER_GROUP)
             if minimum is not None:
                 minimums = _of_chunks(minimum + N * GROUPS, outputs, begin + chunk, inner, GROUPS, PER_GROUP)
-            acc_up += _chunk_sums(low, high, tile_up, of_chunks, minimums, ZERO, BITS)
+            acc_up += _chunk_sums(
+                low_quarters, high_quarters, of_x, tile_up, of_chunks, minimums, FLOAT, ZERO, BITS, ASM
+            )
             tile_up = coming_up
-    y = tl.sum(acc, 2)
-    y_up = tl.sum(acc_up, 2)
+    y = tl.sum(acc, 1)
+    y_up = tl.sum(acc_up, 1)
     if IN_ROW:
-        y *= tl.load(scale + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        y *= tl.load(scale + outputs, mask=is_output, other=0.0).to(tl.float32)
         if GATED:
-            y_up *= tl.load(scale + N + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+            y_up *= tl.load(scale + N + outputs, mask=is_output, other=0.0).to(tl.float32)
     if norm is not None:
-        inverse_rms = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y *= inverse_rms
         y_up *= inverse_rms
     if bias is not None:
-        y += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
     if GATED:
         if bias is not None:
-            y_up += tl.load(bias + N + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+            y_up += tl.load(bias + N + outputs, mask=is_output, other=0.0).to(tl.float32)
         y = y / (1.0 + tl.exp(-y)) * y_up
     if RESIDUAL:
         y += addend
-    tl.store(places, y.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + outputs, y.to(out.dtype.element_ty), mask=is_output)
