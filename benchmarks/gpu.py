@@ -9,6 +9,7 @@ prints what the file holds; `python -m benchmarks.tables` puts what readers ask 
 
     offline        256 sequences at once, better of two after a warm-up; profile and idle share of the device
     single         one stream, 964 tokens in and 724 out, better of two after a warm-up
+    quantised      both in bfloat16, FP8 and 4 bits, in turns
     host           the host's time per decode step with 16 and with 256 running requests
     kernels        attention, products and small kernels alone, in CUDA graphs, at page sizes 16 and 64
     start          from the start of a process to its first token, with an empty Triton cache and with a full one
@@ -56,6 +57,7 @@ SINGLE = Workload.streams(1, 964, 724)
 CONTEXT = 2112  # as much as either workload needs
 PAGE_SIZES = (16, 64)
 PROFILED_STEPS = 20
+QUANTIZATIONS = ("none", "fp8", "fp8-block", "w4a16")
 DEVICE = torch.device("cuda")
 FIRST_TOKEN = """
 import sys
@@ -113,6 +115,26 @@ def single(bench: Bench) -> Iterator[Figures]:
         }
 
 
+def quantised(bench: Bench) -> Iterator[Figures]:
+    for shape in bench.shapes:
+        for kind in QUANTIZATIONS:
+            with engine_of(shape, quantization=kind) as engine:
+                streams = measure_latency(engine, SINGLE, runs=2)
+                measured = measure_offline(engine, OFFLINE, runs=2, profile_steps=PROFILED_STEPS)
+                traffic, of_one = OFFLINE.traffic(engine), SINGLE.traffic(engine)
+            bench.console.rule(f"{kind}, {shape}")
+            bench.console.print(*report.latency_tables(streams, of_one, bench.ceilings))
+            bench.console.print(*report.offline_tables(measured, traffic, bench.ceilings))
+            stream = max(streams, key=lambda run: run.tokens_per_second)
+            figures = {
+                "offline_tok_s": measured.best.tokens_per_second,
+                "offline_of_floor": traffic.floor_seconds(bench.ceilings) / measured.best.seconds,
+                "single_tok_s": stream.tokens_per_second,
+                "single_of_floor": of_one.floor_seconds(bench.ceilings) / stream.seconds,
+            }
+            yield {"quantised": {name: {shape: {kind: value}} for name, value in figures.items()}}
+
+
 def host(bench: Bench) -> Iterator[Figures]:
     with engine_of(SMALL) as engine:
         times = [host_time(engine, running) for running in (16, 256)]
@@ -165,7 +187,7 @@ def parity(bench: Bench) -> Iterator[Figures]:
 
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[Figures]]] = {
-    section.__name__: section for section in (host, single, kernels, offline, start, deterministic, parity)
+    section.__name__: section for section in (host, single, quantised, kernels, offline, start, deterministic, parity)
 }
 
 

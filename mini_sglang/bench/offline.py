@@ -20,6 +20,8 @@ from mini_sglang.bench.roofline import Traffic
 from mini_sglang.engine import Engine
 from mini_sglang.sampling_params import SamplingParams
 
+_QUANTIZED_BYTES = {"fp8": 1.0, "fp8-block": 1.0, "w4a16": 0.5}  # of a weight in the layers, without scales
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -79,10 +81,14 @@ class Workload:
     def traffic(self, engine: Engine) -> Traffic:
         """What the engine's model, in its dtypes, has to move and multiply for it."""
         lengths = [len(prompt) for prompt in self.prompts]
-        weight_bytes = torch_dtype(engine.config.dtype).itemsize
-        kv_bytes = 1 if engine.config.kv_cache_dtype == "fp8" else weight_bytes
+        itemsize = torch_dtype(engine.config.dtype).itemsize
         return Traffic.of(
-            engine.model_config, lengths, self.output_lengths, weight_bytes=weight_bytes, kv_bytes=kv_bytes
+            engine.model_config,
+            lengths,
+            self.output_lengths,
+            weight_bytes=_QUANTIZED_BYTES.get(engine.config.quantization, itemsize),
+            kv_bytes=1 if engine.config.kv_cache_dtype == "fp8" else itemsize,
+            head_bytes=itemsize,
         )
 
 

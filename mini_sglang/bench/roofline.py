@@ -39,16 +39,29 @@ class Traffic:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, prompts: Sequence[int], outputs: Sequence[int], *, weight_bytes: int, kv_bytes: int
+        cls,
+        model: ModelConfig,
+        prompts: Sequence[int],
+        outputs: Sequence[int],
+        *,
+        weight_bytes: float,
+        kv_bytes: int,
+        head_bytes: float | None = None,
     ) -> Traffic:
-        """`prompts` and `outputs`: the lengths of each sequence, all of which start at once; bytes are per value."""
+        """`prompts` and `outputs`: the lengths of each sequence, all of which start at once; bytes are per value.
+
+        The output head has as many as other weights, unless `head_bytes` says how many.
+        """
         in_layers, head = num_weights(model)
         per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_bytes
         lengths = list(zip(prompts, outputs, strict=True))
         # the prompts, then a token of each sequence that goes on
         steps = [sum(prompts), *(sum(output > step for output in outputs) for step in range(1, max(outputs)))]
         return cls(
-            weight_bytes=round(sum(weights_read(model, tokens) + head for tokens in steps)) * weight_bytes,
+            weight_bytes=round(
+                sum(weights_read(model, tokens) for tokens in steps) * weight_bytes
+                + head * len(steps) * (weight_bytes if head_bytes is None else head_bytes)
+            ),
             kv_read_bytes=per_token * sum(sum(range(prompt + 1, prompt + output)) for prompt, output in lengths),
             kv_written_bytes=per_token * (sum(prompts) + sum(outputs)),
             prompt_flops=2 * in_layers * sum(prompts),

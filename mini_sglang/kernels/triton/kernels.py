@@ -133,31 +133,31 @@ class InvariantMatrix:
 
 
 class Float8Matrix:
-    """`Matrix` with a weight in float8. One or two rows stay as they are, more are quantised to float8 as well."""
+    """`Matrix` with a weight in float8. One row stays as it is, more are quantised to float8 as well."""
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, *, deterministic: bool) -> None:
         self._packed, self._bias, self._deterministic = weight, bias, deterministic
         self.weight = weight.q
-        self._scale = weight.scale.float()
-        self._grouped = self._scale.shape[1] > 1
+        self._scale = weight.scale.float().t().contiguous()
+        self._grouped = len(self._scale) > 1
 
     def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self._are_few(x):
+        if self._is_one(x):
             return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, out=out)
         return self._multiply(x, norm, out=out)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
-        if self._are_few(x):
+        if self._is_one(x):
             return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, gated=True)
         return self._multiply(x, norm, gated=True)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
-        if self._are_few(x):
+        if self._is_one(x):
             return Residual(quantized_gemv(x, self._packed, bias=self._bias, residual=residual))
         return Residual(self._multiply(x, None, residual=residual))
 
-    def _are_few(self, x: torch.Tensor) -> bool:
-        return not self._deterministic and _is_few(x)
+    def _is_one(self, x: torch.Tensor) -> bool:
+        return not self._deterministic and len(x) == 1
 
     def _multiply(
         self,
@@ -181,7 +181,7 @@ class WeightOnlyMatrix:
         self.weight = weight.q
 
     def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self._are_few(x):
+        if self._is_one(x):
             return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, out=out)
         x = _normed(x, norm, self.weight)
         if self._are_many(x):
@@ -189,21 +189,21 @@ class WeightOnlyMatrix:
         return weight_only_matmul(x, self._packed, self._bias, out=out)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
-        if self._are_few(x):
+        if self._is_one(x):
             return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, gated=True)
         if self._are_many(x):
             return silu_mul(self.matmul(x, norm))
         return weight_only_matmul(_normed(x, norm, self.weight), self._packed, self._bias, gated=True)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
-        if self._are_few(x):
+        if self._is_one(x):
             return Residual(quantized_gemv(x, self._packed, bias=self._bias, residual=residual))
         if self._are_many(x):
             return Residual(residual + self.matmul(x))
         return Residual(weight_only_matmul(x, self._packed, self._bias, residual))
 
-    def _are_few(self, x: torch.Tensor) -> bool:
-        return not self._deterministic and _is_few(x)
+    def _is_one(self, x: torch.Tensor) -> bool:
+        return not self._deterministic and len(x) == 1
 
     def _are_many(self, x: torch.Tensor) -> bool:
         return not self._deterministic and len(x) > _MANY_ROWS

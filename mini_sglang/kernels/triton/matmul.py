@@ -49,6 +49,12 @@ MATMUL_TILES = (
     MatmulTile(128, 128, num_warps=8, num_stages=3),
     MatmulTile(128, 256, num_warps=8, num_stages=4),
 )
+FLOAT8_TILES = (
+    *MATMUL_TILES[:4],
+    MatmulTile(128, 64, num_warps=4, num_stages=5),
+    MatmulTile(128, 128, num_warps=4, num_stages=4),
+    MatmulTile(128, 256, num_warps=8, num_stages=3),
+)
 _WITHOUT_TENSOR_CORES = MatmulTile(64, 32, num_warps=4, num_stages=2)
 
 
@@ -60,7 +66,11 @@ def matmul_tile(rows: int, columns: int, dtype: torch.dtype) -> MatmulTile:
     if dtype.itemsize > 2:
         return _WITHOUT_TENSOR_CORES
     widest = 64 if rows <= 64 else 128 if rows <= 512 else 256
-    fitting = [tile for tile in MATMUL_TILES if tile.rows < rows + 64 and tile.columns <= widest]
+    fitting = [
+        tile
+        for tile in (FLOAT8_TILES if dtype.itemsize == 1 else MATMUL_TILES)
+        if tile.rows < rows + 64 and tile.columns <= widest
+    ]
     for tile in reversed(fitting):
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
         if programs >= (2 * _MIN_PROGRAMS if tile.columns == 256 else _MIN_PROGRAMS):
@@ -104,14 +114,14 @@ def matmul(
 
 
 class Scales(NamedTuple):
-    """x = scale * q for both operands of a product, by rows or by groups of 128 of a row's inputs."""
+    """x = scale * q for both operands of a product, by rows or by groups of 128 of a row's inputs. Both contiguous."""
 
-    x: torch.Tensor  # [rows, groups] float32
-    weight: torch.Tensor  # [N, groups] float32
+    x: torch.Tensor  # [groups, rows] float32
+    weight: torch.Tensor  # [groups, N] float32
 
     @property
     def grouped(self) -> bool:
-        return self.x.shape[1] > 1
+        return len(self.x) > 1
 
 
 def matmul_partials(x: torch.Tensor, weight: torch.Tensor, splits: int, *, tile: MatmulTile) -> torch.Tensor:
@@ -217,7 +227,7 @@ def matmul_reference(
 
 
 def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return values * scale.double().repeat_interleave(values.shape[1] // scale.shape[1], 1)
+    return values * scale.double().t().repeat_interleave(values.shape[1] // len(scale), 1)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
@@ -294,7 +304,7 @@ def _matmul_kernel(
         is_weight_row = first_column + both % BLOCK_COLUMNS < columns
         weight_row = both // BLOCK_COLUMNS * columns + first_column + both % BLOCK_COLUMNS
     is_row = row < rows
-    groups = depth // BLOCK_DEPTH if GROUPED else 1
+    weight_rows = 2 * columns if GATED else columns
     first, end = 0, depth
     if SPLIT_K:
         first = tl.program_id(1) * split_depth
@@ -313,8 +323,8 @@ def _matmul_kernel(
             weight_tile = weight.load([first_column, start])
         if GROUPED:
             group = start // BLOCK_DEPTH
-            of_x = tl.load(x_scale + row * groups + group, mask=is_row, other=0.0)
-            of_weight = tl.load(weight_scale + weight_row * groups + group, mask=is_weight_row, other=0.0)
+            of_x = tl.load(x_scale + group * rows + row, mask=is_row, other=0.0)
+            of_weight = tl.load(weight_scale + group * weight_rows + weight_row, mask=is_weight_row, other=0.0)
             acc += tl.dot(x_tile, tl.trans(weight_tile)) * of_x[:, None] * of_weight[None, :]
         else:
             acc = tl.dot(x_tile, tl.trans(weight_tile), acc, input_precision="ieee")

@@ -23,7 +23,7 @@ GROUP = 128  # inputs that share a scale, where a row has several
 def quantize_rows(
     x: torch.Tensor, norm: Norm | None = None, *, grouped: bool, prefetch: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, K], rows contiguous, or its norm -> float8_e4m3fn [rows, K] and the scales [rows, groups] float32.
+    """x [rows, K], rows contiguous, or its norm -> float8_e4m3fn [rows, K] and the scales [groups, rows] float32.
 
     q = x / scale; the largest value of a group becomes 448, the largest of float8. With `grouped` K must be a multiple
     of 128. `prefetch` [N, K] contiguous: the weight that is needed next. Raises ValueError for other layouts.
@@ -32,7 +32,7 @@ def quantize_rows(
     if x.stride(1) != 1 or (grouped and k % GROUP):
         raise ValueError(f"rows must be contiguous, and K a multiple of {GROUP}; got {list(x.shape)}, {x.stride()}")
     q = torch.empty(rows, k, dtype=FP8, device=x.device)
-    scale = torch.empty(rows, k // GROUP if grouped else 1, dtype=torch.float32, device=x.device)
+    scale = torch.empty(k // GROUP if grouped else 1, rows, dtype=torch.float32, device=x.device)
     groups = triton.next_power_of_2(triton.cdiv(k, GROUP))
     fetched = prefetch_of(prefetch, rows)
     _quantize_rows_kernel[(rows + fetched.programs,)](
@@ -68,7 +68,7 @@ def quantize_rows_reference(
     values = values.view(rows, -1, GROUP if grouped else k)
     largest = values.abs().amax(2)
     scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
-    return (values / scale[:, :, None]).to(FP8).view(rows, k), scale
+    return (values / scale[:, :, None]).to(FP8).view(rows, k), scale.t().contiguous()
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
@@ -112,6 +112,6 @@ def _quantize_rows_kernel(
     tl.store(q + row * SIZE + offsets, quotient.to(q.dtype.element_ty), mask=valid)
     if GROUPED:
         NUMBER: tl.constexpr = SIZE // GROUP
-        tl.store(scale + row * NUMBER + group, of_group, mask=group < tl.where(row < rows, NUMBER, 0))
+        tl.store(scale + group * rows + row, of_group, mask=group < tl.where(row < rows, NUMBER, 0))
     else:
         tl.store(scale + row + group, of_group, mask=group < tl.where(row < rows, 1, 0))

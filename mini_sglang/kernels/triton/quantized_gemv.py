@@ -10,7 +10,7 @@ weights share a scale: so it multiplies by the scale once for each chunk. The ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -108,8 +108,15 @@ class QuantizedGemvTuning:
 
 def quantized_gemv_tuning(n: int, k: int, bits: int, *, gated: bool) -> QuantizedGemvTuning:
     """The fastest tuning, measured on an H200."""
-    chunks = triton.next_power_of_2(k * bits // (8 * _CHUNK_BYTES))
-    return QuantizedGemvTuning(block_n=4 if gated else 8, chunks=min(32, chunks))
+    whole = triton.next_power_of_2(k * bits // (8 * _CHUNK_BYTES))
+    if bits == 4:
+        tuning = QuantizedGemvTuning(4, 32, num_warps=4) if gated else QuantizedGemvTuning(2, 128, num_warps=2)
+    elif k <= 1024:
+        tuning = QuantizedGemvTuning(2, 32) if gated else QuantizedGemvTuning(2, 64)
+    else:
+        is_small = n <= 4096 and not gated
+        tuning = QuantizedGemvTuning(2, 128, num_warps=4) if is_small else QuantizedGemvTuning(2, 64, num_warps=2)
+    return replace(tuning, chunks=min(tuning.chunks, whole))
 
 
 def quantized_gemv(
