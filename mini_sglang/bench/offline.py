@@ -20,7 +20,8 @@ from mini_sglang.bench.roofline import Traffic
 from mini_sglang.engine import Engine
 from mini_sglang.sampling_params import SamplingParams
 
-_QUANTIZED_BYTES = {"fp8": 1.0, "fp8-block": 1.0, "w4a16": 0.5}  # of a weight in the layers, without scales
+# Of a weight in the layers, without scales.
+_QUANTIZED_BYTES = {"fp8": 1.0, "fp8-block": 1.0, "w4a16": 0.5}
 
 
 @dataclass(frozen=True)
