@@ -311,6 +311,9 @@ def _matmul_kernel(
         end = tl.minimum(first + split_depth, depth)
         out += tl.program_id(1).to(tl.int64) * rows * columns
     pdl_wait(PDL)
+    if GROUPED:  # scales are loaded a block ahead: nothing waits for them
+        of_x = tl.load(x_scale + row, mask=is_row, other=0.0)
+        of_weight = tl.load(weight_scale + weight_row, mask=is_weight_row, other=0.0)
     for start in range(first, end, BLOCK_DEPTH):
         if FILLS_A_TILE:
             x_tile = x.load([first_row, start])
@@ -322,10 +325,12 @@ def _matmul_kernel(
         else:
             weight_tile = weight.load([first_column, start])
         if GROUPED:
-            group = start // BLOCK_DEPTH
-            of_x = tl.load(x_scale + group * rows + row, mask=is_row, other=0.0)
-            of_weight = tl.load(weight_scale + group * weight_rows + weight_row, mask=is_weight_row, other=0.0)
+            group = tl.minimum(start + BLOCK_DEPTH, end - BLOCK_DEPTH) // BLOCK_DEPTH
+            next_x = tl.load(x_scale + group * rows + row, mask=is_row, other=0.0)
+            next_weight = tl.load(weight_scale + group * weight_rows + weight_row, mask=is_weight_row, other=0.0)
             acc += tl.dot(x_tile, tl.trans(weight_tile)) * of_x[:, None] * of_weight[None, :]
+            of_x = next_x
+            of_weight = next_weight
         else:
             acc = tl.dot(x_tile, tl.trans(weight_tile), acc, input_precision="ieee")
     if x_scale is not None and not GROUPED:

@@ -82,6 +82,7 @@ def weight_only_matmul(
         BITS=weight.bits,
         ZERO=weight.zero,
         GATED=gated,
+        ASM=x.is_cuda and x.dtype == torch.bfloat16,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         BLOCK_DEPTH=_block_depth(weight),
@@ -133,11 +134,70 @@ def _block_depth(weight: PackedWeight) -> int:
 
 
 @triton.jit
-def _group_sums(x_low, x_high, q, ZERO: tl.constexpr, BITS: tl.constexpr):
+def _halves(q, dtype: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
+    """The low and the high half of each byte, less ZERO, in `dtype`.
+
+    With ASM that is bfloat16: one with the exponent of 128 has seven bits for an integer, so none is converted.
+    """
+    if not ASM:
+        return ((q & 15).to(tl.int8) - ZERO).to(dtype), ((q >> 4).to(tl.int8) - ZERO).to(dtype)
+    tl.static_assert(ZERO == 0 or ZERO == 8)
+    if ZERO == 8:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 low, high, offset;
+                and.b32 low, $4, 0x0f0f0f0f;
+                shr.u32 high, $4, 4;
+                and.b32 high, high, 0x0f0f0f0f;
+                mov.b32 offset, 0x43084308;
+                prmt.b32 $0, low, 0x43434343, 0x4140;
+                prmt.b32 $1, low, 0x43434343, 0x4342;
+                prmt.b32 $2, high, 0x43434343, 0x4140;
+                prmt.b32 $3, high, 0x43434343, 0x4342;
+                sub.rn.bf16x2 $0, $0, offset;
+                sub.rn.bf16x2 $1, $1, offset;
+                sub.rn.bf16x2 $2, $2, offset;
+                sub.rn.bf16x2 $3, $3, offset;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [q],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high, offset;
+            and.b32 low, $4, 0x0f0f0f0f;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            mov.b32 offset, 0x43004300;
+            prmt.b32 $0, low, 0x43434343, 0x4140;
+            prmt.b32 $1, low, 0x43434343, 0x4342;
+            prmt.b32 $2, high, 0x43434343, 0x4140;
+            prmt.b32 $3, high, 0x43434343, 0x4342;
+            sub.rn.bf16x2 $0, $0, offset;
+            sub.rn.bf16x2 $1, $1, offset;
+            sub.rn.bf16x2 $2, $2, offset;
+            sub.rn.bf16x2 $3, $3, offset;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [q],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _group_sums(x_low, x_high, q, ZERO: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Products of integers [columns, bytes] with x [bytes, rows]; of 4 bits x is in two halves. -> [columns, rows]"""
     if BITS == 4:
-        low = ((q & 15).to(tl.int8) - ZERO).to(x_low.dtype)
-        high = ((q >> 4).to(tl.int8) - ZERO).to(x_low.dtype)
+        low, high = _halves(q, x_low.dtype, ZERO, ASM)
         return tl.dot(high, x_high, tl.dot(low, x_low, input_precision="ieee"), input_precision="ieee")
     return tl.dot(q.to(x_low.dtype), x_low, input_precision="ieee")
 
@@ -159,6 +219,7 @@ def _weight_only_kernel(
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     GATED: tl.constexpr,
+    ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -182,8 +243,13 @@ def _weight_only_kernel(
     acc = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
     acc_up = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
     pdl_wait(PDL)
+    # A group's scales are loaded a block ahead: nothing waits for them.
+    factor = tl.load(scale + of_groups, mask=is_column, other=0.0)
+    factor_up = tl.load(scale + of_groups + columns * GROUPS, mask=is_column, other=0.0) if GATED else factor
     for start in range(0, DEPTH, BLOCK_DEPTH):
         group = start // GROUP
+        next_group = tl.minimum((start + BLOCK_DEPTH) // GROUP, GROUPS - 1)
+        next_factor = tl.load(scale + of_groups + next_group, mask=is_column, other=0.0)
         x_low = tl.load(of_x + start, mask=is_row, other=0.0)
         x_high = tl.load(of_x + start + 16, mask=is_row, other=0.0) if BITS == 4 else x_low
         if minimum is not None:
@@ -192,16 +258,17 @@ def _weight_only_kernel(
                 of_inputs += tl.sum(x_high.to(tl.float32), 0)
         place = start * BITS // 8
         q = tl.load(of_weight + place, mask=is_column[:, None], other=0.0)
-        factor = tl.load(scale + of_groups + group, mask=is_column, other=0.0).to(tl.float32)
-        acc += _group_sums(x_low, x_high, q, ZERO, BITS) * factor[:, None]
+        acc += _group_sums(x_low, x_high, q, ZERO, BITS, ASM) * factor.to(tl.float32)[:, None]
+        factor = next_factor
         if minimum is not None:
             least = tl.load(minimum + of_groups + group, mask=is_column, other=0.0).to(tl.float32)
             acc += least[:, None] * of_inputs[None, :]
         if GATED:
             q = tl.load(of_weight + columns * ROW_BYTES + place, mask=is_column[:, None], other=0.0)
             of_up = of_groups + columns * GROUPS + group
-            factor = tl.load(scale + of_up, mask=is_column, other=0.0).to(tl.float32)
-            acc_up += _group_sums(x_low, x_high, q, ZERO, BITS) * factor[:, None]
+            next_factor = tl.load(scale + of_groups + columns * GROUPS + next_group, mask=is_column, other=0.0)
+            acc_up += _group_sums(x_low, x_high, q, ZERO, BITS, ASM) * factor_up.to(tl.float32)[:, None]
+            factor_up = next_factor
             if minimum is not None:
                 least = tl.load(minimum + of_up, mask=is_column, other=0.0).to(tl.float32)
                 acc_up += least[:, None] * of_inputs[None, :]
