@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
+from mini_sglang.kernels.triton.split_k import sum_partials
 
 _MIN_PROGRAMS = 128  # that a product should be cut into: about one for each multiprocessor of an H100
 GROUP = 128  # inputs of float8 operands that may have a scale of their own
@@ -88,12 +89,14 @@ def matmul(
     gated: bool = False,
     out: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
+    splits: int = 1,
 ) -> torch.Tensor:
     """x [rows, K], rows contiguous, times weight [N, K] contiguous, plus bias [N] and residual -> [rows, N]
 
     Summed in float32 and rounded once. All have one dtype, except that x and the weight may be float8_e4m3fn, with
     `scales`; the result is then bfloat16, or what `out` or the residual is. `residual` [rows, N] contiguous is
     overwritten and returned. Without one the result goes into `out` [rows, N], contiguous, if that is given.
+    With `splits` K is cut into as many slices: see `split_k.py`.
     `gated`: weight [2 N, K] and bias [2 N] -> silu(first half) * second half [rows, N], of the float32 sums.
     Raises ValueError for layouts that the tensor memory accelerator (TMA) cannot read, and for `gated` with a residual.
     """
@@ -109,6 +112,10 @@ def matmul(
         out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     if rows:
         tile = tile or matmul_tile(rows, weight.shape[0], x.dtype)
+        if splits > 1:
+            partials = torch.empty(splits, rows, len(weight), dtype=torch.float32, device=x.device)
+            _launch(x, weight, None, None, partials, tile, scales=scales, splits=splits)
+            return sum_partials(partials, out, bias, residual, gated=gated)
         _launch(x, weight, bias, residual, out, tile, scales=scales, gated=gated)
     return out
 
@@ -312,8 +319,9 @@ def _matmul_kernel(
         out += tl.program_id(1).to(tl.int64) * rows * columns
     pdl_wait(PDL)
     if GROUPED:  # scales are loaded a block ahead: nothing waits for them
-        of_x = tl.load(x_scale + row, mask=is_row, other=0.0)
-        of_weight = tl.load(weight_scale + weight_row, mask=is_weight_row, other=0.0)
+        group = tl.minimum(first, depth - BLOCK_DEPTH) // BLOCK_DEPTH
+        of_x = tl.load(x_scale + group * rows + row, mask=is_row, other=0.0)
+        of_weight = tl.load(weight_scale + group * weight_rows + weight_row, mask=is_weight_row, other=0.0)
     for start in range(first, end, BLOCK_DEPTH):
         if FILLS_A_TILE:
             x_tile = x.load([first_row, start])

@@ -20,6 +20,7 @@ import triton.language as tl
 from mini_sglang.kernels.triton.matmul import ROW_TILES, matmul_reference, swizzled_tile
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 from mini_sglang.kernels.triton.quantized_gemv import PackedWeight
+from mini_sglang.kernels.triton.split_k import sum_partials
 
 _DEPTH = 128  # inputs of a block, if groups are larger
 _ELEMENTS = 2048  # of a program of `dequantize`, in stored bytes
@@ -35,7 +36,7 @@ class WeightOnlyTile:
     num_stages: int = 4
 
 
-def weight_only_tile(rows: int, columns: int) -> WeightOnlyTile:
+def weight_only_tile(rows: int) -> WeightOnlyTile:
     """The fastest tile, measured on an H200 in bfloat16."""
     height = min(128, max(16, triton.next_power_of_2(rows)))
     return WeightOnlyTile(height, 64 if height <= 64 else 128, num_warps=4 if height <= 64 else 8)
@@ -50,12 +51,14 @@ def weight_only_matmul(
     gated: bool = False,
     out: torch.Tensor | None = None,
     tile: WeightOnlyTile | None = None,
+    splits: int = 1,
 ) -> torch.Tensor:
     """`matmul` with a packed weight: x [rows, K], rows contiguous -> [rows, N] in x's dtype, or [rows, N / 2] gated
 
+    With `splits` K is cut into as many slices: see `split_k.py`.
     Raises ValueError for other layouts, and for `gated` with a residual.
     """
-    rows, depth = x.shape
+    rows = len(x)
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if residual is not None:
         out = residual
@@ -65,8 +68,30 @@ def weight_only_matmul(
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    tile = tile or weight_only_tile(rows, columns)
-    _weight_only_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+    tile = tile or weight_only_tile(rows)
+    if splits > 1:
+        partials = torch.empty(splits, rows, weight.shape[0], dtype=torch.float32, device=x.device)
+        _launch(x, weight, None, None, partials, tile, splits=splits)
+        return sum_partials(partials, out, bias, residual, gated=gated)
+    _launch(x, weight, bias, residual, out, tile, gated=gated)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: WeightOnlyTile,
+    *,
+    gated: bool = False,
+    splits: int = 1,
+) -> None:
+    """Launch the kernel. `out` is [rows, N], or [splits, rows, N] if there are several splits."""
+    rows, depth = x.shape
+    columns, block_depth = out.shape[-1], _block_depth(weight)
+    _weight_only_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), splits)](
         x,
         weight.q,
         weight.scale,
@@ -76,6 +101,7 @@ def weight_only_matmul(
         out,
         rows,
         columns,
+        triton.cdiv(depth // block_depth, splits) * block_depth,
         x.stride(0),
         DEPTH=depth,
         GROUP=weight.group_size,
@@ -85,13 +111,13 @@ def weight_only_matmul(
         ASM=x.is_cuda and x.dtype == torch.bfloat16,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
-        BLOCK_DEPTH=_block_depth(weight),
+        BLOCK_DEPTH=block_depth,
+        SPLIT_K=splits > 1,
         ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_launch(x.device),
     )
-    return out
 
 
 def weight_only_matmul_reference(
@@ -202,7 +228,7 @@ def _group_sums(x_low, x_high, q, ZERO: tl.constexpr, BITS: tl.constexpr, ASM: t
     return tl.dot(q.to(x_low.dtype), x_low, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "split_depth"])
 def _weight_only_kernel(
     x,
     weight,
@@ -213,6 +239,7 @@ def _weight_only_kernel(
     out,
     rows,
     columns,
+    split_depth,
     x_stride,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -223,6 +250,7 @@ def _weight_only_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -242,11 +270,17 @@ def _weight_only_kernel(
     of_groups = column.to(tl.int64) * GROUPS
     acc = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
     acc_up = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+    first, end = 0, DEPTH
+    if SPLIT_K:  # a program walks one slice of K, and `out` has a partial sum for each
+        first = tl.program_id(1) * split_depth
+        end = tl.minimum(first + split_depth, DEPTH)
+        out += tl.program_id(1).to(tl.int64) * rows * columns
     pdl_wait(PDL)
     # A group's scales are loaded a block ahead: nothing waits for them.
-    factor = tl.load(scale + of_groups, mask=is_column, other=0.0)
-    factor_up = tl.load(scale + of_groups + columns * GROUPS, mask=is_column, other=0.0) if GATED else factor
-    for start in range(0, DEPTH, BLOCK_DEPTH):
+    of_groups_here = of_groups + tl.minimum(first // GROUP, GROUPS - 1)
+    factor = tl.load(scale + of_groups_here, mask=is_column, other=0.0)
+    factor_up = tl.load(scale + of_groups_here + columns * GROUPS, mask=is_column, other=0.0) if GATED else factor
+    for start in range(first, end, BLOCK_DEPTH):
         group = start // GROUP
         next_group = tl.minimum((start + BLOCK_DEPTH) // GROUP, GROUPS - 1)
         next_factor = tl.load(scale + of_groups + next_group, mask=is_column, other=0.0)
