@@ -22,13 +22,15 @@ from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 _CHUNK_BYTES = 16
+_BLOCKS = (128, 64, 32, 16)  # inputs; 16 only of 8 bits
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """W [N, K] in bytes as the kernels read them: w = scale * (q - zero) + minimum, by groups of a row's inputs.
 
-    Of 4 bits, byte j of a chunk holds weight j of its 32 in the low half and weight 16 + j in the high half.
+    Of 4 bits, byte j of a block of inputs holds weight j of the block's first half in its low bits, and weight j of the
+    second half in its high bits: so a block of activations is read in two whole pieces.
     """
 
     q: torch.Tensor  # [N, K] float8_e4m3fn or int8, or [N, K / 2] uint8
@@ -42,6 +44,11 @@ class PackedWeight:
         return 4 if self.q.dtype == torch.uint8 else 8
 
     @property
+    def block(self) -> int:
+        """The inputs of one group, or a part of them, that are multiplied at a time."""
+        return _block(self.shape[1], self.group_size)
+
+    @property
     def is_float8(self) -> bool:
         """Whether products in float8 can take it: by its scales, for rows or for 128 inputs each."""
         return self.q.dtype == FP8 and (self.group_size in (128, self.q.shape[1])) and self.q.shape[1] % 16 == 0
@@ -53,7 +60,11 @@ class PackedWeight:
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """-> W [N, K]"""
-        return QuantizedWeight(unpacked(self.q), *self._grouped(), self.group_size).dense().to(dtype)
+        q = self.q
+        if self.bits == 4:
+            halves = q.view(len(q), -1, self.block // 2)
+            q = torch.stack((halves & 15, halves >> 4), 2).view(len(q), -1)
+        return QuantizedWeight(q, *self._grouped(), self.group_size).dense().to(dtype)
 
     def _grouped(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         scale = self.scale.float()
@@ -71,22 +82,18 @@ def pack(weight: QuantizedWeight) -> PackedWeight | None:
     minimum, zero = weight.minimum, 0
     if minimum is not None and bits == 4 and torch.equal(minimum, -8 * weight.scale):
         minimum, zero = None, 8
+    group = min(weight.group_size, columns)
     q = weight.q.contiguous()
     if bits == 4:
-        halves = q.view(len(q), -1, 2, _CHUNK_BYTES)
+        halves = q.view(len(q), -1, 2, _block(columns, group) // 2)
         q = (halves[:, :, 0] | halves[:, :, 1] << 4).view(len(q), -1)
-    group = min(weight.group_size, columns)
     return PackedWeight(
         q, _in_few_bytes(weight.scale), None if minimum is None else _in_few_bytes(minimum), zero, group
     )
 
 
-def unpacked(q: torch.Tensor) -> torch.Tensor:
-    """The values [N, K] of a packed weight's q."""
-    if q.dtype != torch.uint8:
-        return q
-    halves = q.view(len(q), -1, _CHUNK_BYTES)
-    return torch.stack((halves & 15, halves >> 4), 2).view(len(q), -1)
+def _block(columns: int, group_size: int) -> int:
+    return next(size for size in _BLOCKS if columns % size == 0 and group_size % size == 0)
 
 
 def _in_few_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -157,6 +164,7 @@ def quantized_gemv(
         N=n,
         K=k,
         GROUP=weight.group_size,
+        BLOCK=weight.block,
         BITS=weight.bits,
         FLOAT=weight.q.dtype == FP8,
         ZERO=weight.zero,
@@ -337,6 +345,7 @@ def _quantized_gemv_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     FLOAT: tl.constexpr,
     ZERO: tl.constexpr,
@@ -349,6 +358,7 @@ def _quantized_gemv_kernel(
 ):
     BYTES: tl.constexpr = 16
     IN_CHUNK: tl.constexpr = BYTES * 8 // BITS
+    HALF: tl.constexpr = BLOCK // 2
     ALL_CHUNKS: tl.constexpr = K // IN_CHUNK
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     PER_GROUP: tl.constexpr = GROUP // IN_CHUNK
@@ -374,14 +384,17 @@ def _quantized_gemv_kernel(
         inside = begin + chunk < ALL_CHUNKS
         inner = is_output[:, None] & inside[None, :]
         input_ = (begin + chunk)[:, None] * IN_CHUNK + byte[None, :]
+        if BITS == 4:
+            at = (begin + chunk) * BYTES
+            input_ = (at // HALF * BLOCK + at % HALF)[:, None] + byte[None, :]
         low = tl.load(x + input_, mask=inside[:, None], other=0.0).to(tl.float32)
-        high = tl.load(x + BYTES + input_, mask=inside[:, None], other=0.0).to(tl.float32) if BITS == 4 else low
+        high = tl.load(x + HALF + input_, mask=inside[:, None], other=0.0).to(tl.float32) if BITS == 4 else low
         if norm is not None:
             squares += tl.sum(low * low, 1)
             low *= tl.load(norm + input_, mask=inside[:, None], other=0.0).to(tl.float32)
             if BITS == 4:
                 squares += tl.sum(high * high, 1)
-                high *= tl.load(norm + BYTES + input_, mask=inside[:, None], other=0.0).to(tl.float32)
+                high *= tl.load(norm + HALF + input_, mask=inside[:, None], other=0.0).to(tl.float32)
         ahead = is_output[:, None] & (begin + CHUNKS + chunk < ALL_CHUNKS)[None, :]
         coming = tl.load(first + (begin + CHUNKS) * 4, mask=ahead[:, :, None], other=0)
         if GATED:

@@ -22,7 +22,6 @@ from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 from mini_sglang.kernels.triton.quantized_gemv import PackedWeight
 from mini_sglang.kernels.triton.split_k import sum_partials
 
-_DEPTH = 128  # inputs of a block, if groups are larger
 _ELEMENTS = 2048  # of a program of `dequantize`, in stored bytes
 
 
@@ -90,7 +89,7 @@ def _launch(
 ) -> None:
     """Launch the kernel. `out` is [rows, N], or [splits, rows, N] if there are several splits."""
     rows, depth = x.shape
-    columns, block_depth = out.shape[-1], _block_depth(weight)
+    columns, block_depth = out.shape[-1], weight.block
     _weight_only_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), splits)](
         x,
         weight.q,
@@ -146,17 +145,12 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         GROUP=weight.group_size,
         BITS=weight.bits,
         ZERO=weight.zero,
+        BLOCK_DEPTH=weight.block,
         BLOCK=_ELEMENTS,
         num_warps=4,
         **pdl_launch(out.device),
     )
     return out
-
-
-def _block_depth(weight: PackedWeight) -> int:
-    """The inputs that a program multiplies at a time: of one group, and whole chunks of 32."""
-    depth = weight.shape[1]
-    return next(size for size in (_DEPTH, 64, 32, 16) if depth % size == 0 and weight.group_size % size == 0)
 
 
 @triton.jit
@@ -263,8 +257,7 @@ def _weight_only_kernel(
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     byte = tl.arange(0, BLOCK_BYTES)
     is_column = column < columns
-    first_input = byte // 16 * 32 + byte % 16 if BITS == 4 else byte
-    of_x = x + row.to(tl.int64)[None, :] * x_stride + first_input[:, None]
+    of_x = x + row.to(tl.int64)[None, :] * x_stride + byte[:, None]
     is_row = (row < rows)[None, :]
     of_weight = weight + column.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
     of_groups = column.to(tl.int64) * GROUPS
@@ -285,7 +278,7 @@ def _weight_only_kernel(
         next_group = tl.minimum((start + BLOCK_DEPTH) // GROUP, GROUPS - 1)
         next_factor = tl.load(scale + of_groups + next_group, mask=is_column, other=0.0)
         x_low = tl.load(of_x + start, mask=is_row, other=0.0)
-        x_high = tl.load(of_x + start + 16, mask=is_row, other=0.0) if BITS == 4 else x_low
+        x_high = tl.load(of_x + start + BLOCK_BYTES, mask=is_row, other=0.0) if BITS == 4 else x_low
         if minimum is not None:
             of_inputs = tl.sum(x_low.to(tl.float32), 0)
             if BITS == 4:
@@ -329,6 +322,7 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -337,7 +331,8 @@ def _dequantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = byte < ROW_BYTES
-    input_ = byte // 16 * 32 + byte % 16 if BITS == 4 else byte
+    HALF: tl.constexpr = BLOCK_DEPTH // 2
+    input_ = byte // HALF * BLOCK_DEPTH + byte % HALF if BITS == 4 else byte
     group = row * GROUPS + input_ // GROUP
     pdl_wait(PDL)  # `out` may be memory that is still being read
     q = tl.load(weight + row * ROW_BYTES + byte, mask=inside, other=0.0)
@@ -348,4 +343,4 @@ def _dequantize_kernel(
     tl.store(places, ((low.to(tl.float32) - ZERO) * factor + least).to(out.dtype.element_ty), mask=inside)
     if BITS == 4:
         high = (q >> 4).to(tl.float32)
-        tl.store(places + 16, ((high - ZERO) * factor + least).to(out.dtype.element_ty), mask=inside)
+        tl.store(places + HALF, ((high - ZERO) * factor + least).to(out.dtype.element_ty), mask=inside)
