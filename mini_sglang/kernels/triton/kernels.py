@@ -6,13 +6,14 @@ It picks the kernel for each matrix and number of rows; the kernels themselves k
 from __future__ import annotations
 
 import torch
+from triton import cdiv
 
 from mini_sglang.kernels.interface import KVCells, Matrix, Norm, Residual, Rotation
 from mini_sglang.kernels.torch_kernels import linear
 from mini_sglang.kernels.triton.embedding import embedding
 from mini_sglang.kernels.triton.experts import experts
 from mini_sglang.kernels.triton.gemv import MAX_ROWS, gemv
-from mini_sglang.kernels.triton.matmul import Scales, matmul
+from mini_sglang.kernels.triton.matmul import GROUPED_TILE, Scales, matmul
 from mini_sglang.kernels.triton.quantize_rows import quantize_rows
 from mini_sglang.kernels.triton.quantized_gemv import PackedWeight, pack, quantized_gemv
 from mini_sglang.kernels.triton.rms_norm import rms_norm
@@ -20,10 +21,11 @@ from mini_sglang.kernels.triton.rope_store import rope_store
 from mini_sglang.kernels.triton.routing import route
 from mini_sglang.kernels.triton.silu_mul import silu_mul
 from mini_sglang.kernels.triton.small_gemm import gated_tile, split_k_matmul
-from mini_sglang.kernels.triton.weight_only import dequantize, weight_only_matmul
+from mini_sglang.kernels.triton.split_k import num_splits
+from mini_sglang.kernels.triton.weight_only import INVARIANT_TILE, dequantize, weight_only_matmul
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
-_MANY_ROWS = 512  # from which it is faster to dequantise a weight for the library than to unpack it for each tile
+_MANY_ROWS = 128  # from which it is faster to dequantise a weight for the library than to unpack it for each tile
 
 
 class TritonKernels:
@@ -169,8 +171,13 @@ class Float8Matrix:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, scale = quantize_rows(x, norm, grouped=self._grouped, prefetch=self.weight)
-        scales = Scales(scale, self._scale)
-        return matmul(q, self.weight, self._bias, residual, scales=scales, gated=gated, out=out)
+        scales, splits = Scales(scale, self._scale), 1
+        if self._grouped and not self._deterministic:
+            tiles = cdiv(len(x), GROUPED_TILE.rows) * cdiv(len(self.weight), GROUPED_TILE.columns)
+            splits = num_splits(tiles, x.shape[1])
+        if residual is None and out is None:
+            out = x.new_empty(len(x), len(self.weight) // 2 if gated else len(self.weight))
+        return matmul(q, self.weight, self._bias, residual, scales=scales, gated=gated, out=out, splits=splits)
 
 
 class WeightOnlyMatrix:
@@ -178,6 +185,7 @@ class WeightOnlyMatrix:
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, *, deterministic: bool) -> None:
         self._packed, self._bias, self._deterministic = weight, bias, deterministic
+        self._tile = INVARIANT_TILE if deterministic else None
         self.weight = weight.q
 
     def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -186,21 +194,22 @@ class WeightOnlyMatrix:
         x = _normed(x, norm, self.weight)
         if self._are_many(x):
             return linear(x, dequantize(self._packed, x.dtype), self._bias, out)
-        return weight_only_matmul(x, self._packed, self._bias, out=out)
+        return weight_only_matmul(x, self._packed, self._bias, out=out, tile=self._tile)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
         if self._is_one(x):
             return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, gated=True)
         if self._are_many(x):
             return silu_mul(self.matmul(x, norm))
-        return weight_only_matmul(_normed(x, norm, self.weight), self._packed, self._bias, gated=True)
+        x = _normed(x, norm, self.weight)
+        return weight_only_matmul(x, self._packed, self._bias, gated=True, tile=self._tile)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
         if self._is_one(x):
             return Residual(quantized_gemv(x, self._packed, bias=self._bias, residual=residual))
         if self._are_many(x):
             return Residual(residual + self.matmul(x))
-        return Residual(weight_only_matmul(x, self._packed, self._bias, residual))
+        return Residual(weight_only_matmul(x, self._packed, self._bias, residual, tile=self._tile))
 
     def _is_one(self, x: torch.Tensor) -> bool:
         return not self._deterministic and len(x) == 1

@@ -56,6 +56,7 @@ FLOAT8_TILES = (
     MatmulTile(128, 128, num_warps=4, num_stages=4),
     MatmulTile(128, 256, num_warps=8, num_stages=3),
 )
+GROUPED_TILE = MatmulTile(64, 128, num_warps=4, num_stages=4)  # whose sums are kept twice in registers
 _WITHOUT_TENSOR_CORES = MatmulTile(64, 32, num_warps=4, num_stages=2)
 
 
@@ -111,7 +112,8 @@ def matmul(
         dtype = x.dtype if scales is None else torch.bfloat16
         out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     if rows:
-        tile = tile or matmul_tile(rows, weight.shape[0], x.dtype)
+        is_grouped = scales is not None and scales.grouped
+        tile = tile or (GROUPED_TILE if is_grouped else matmul_tile(rows, weight.shape[0], x.dtype))
         if splits > 1:
             partials = torch.empty(splits, rows, len(weight), dtype=torch.float32, device=x.device)
             _launch(x, weight, None, None, partials, tile, scales=scales, splits=splits)

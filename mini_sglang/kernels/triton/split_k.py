@@ -15,7 +15,7 @@ import triton.language as tl
 
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
-_PROGRAMS = 396  # three for each multiprocessor of an H200: one waits for memory while another multiplies
+_PROGRAMS = 256  # two for each multiprocessor of an H200: one waits for memory while another multiplies
 _MOST = 8
 _LEAST_DEPTH = 512  # of a slice, below which it takes longer to begin than to multiply
 _BLOCK = 512

@@ -1,9 +1,9 @@
 """Matrix products with a weight in 4 or 8 bits and activations as they are, for more rows than `quantized_gemv` takes.
 
 A program multiplies a group of inputs at a time: integers are exact in 16 bits, and the group's sum is multiplied by
-its scale. Groups are added up in one order, whatever the tile, so a row has the same bits in any batch. For
-very many rows it is faster to write the weight out once (`dequantize`) and leave the product to the library. Beside
-their PyTorch twins.
+its scale. Groups are added up in one order: with tiles of one shape a row has the same bits in any batch. For very many
+rows it is faster to write the weight out once (`dequantize`) and leave the product to the library. Beside their PyTorch
+twins.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -20,14 +20,13 @@ import triton.language as tl
 from mini_sglang.kernels.triton.matmul import ROW_TILES, matmul_reference, swizzled_tile
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 from mini_sglang.kernels.triton.quantized_gemv import PackedWeight
-from mini_sglang.kernels.triton.split_k import sum_partials
 
 _ELEMENTS = 2048  # of a program of `dequantize`, in stored bytes
 
 
 @dataclass(frozen=True)
 class WeightOnlyTile:
-    """The tile that one program computes. No field changes a bit of the result."""
+    """The tile that one program computes."""
 
     rows: int
     columns: int
@@ -35,10 +34,14 @@ class WeightOnlyTile:
     num_stages: int = 4
 
 
+INVARIANT_TILE = WeightOnlyTile(64, 64, num_stages=3)  # where a row's bits may not depend on the number of rows
+
+
 def weight_only_tile(rows: int) -> WeightOnlyTile:
     """The fastest tile, measured on an H200 in bfloat16."""
-    height = min(128, max(16, triton.next_power_of_2(rows)))
-    return WeightOnlyTile(height, 64 if height <= 64 else 128, num_warps=4 if height <= 64 else 8)
+    if rows <= 16:
+        return WeightOnlyTile(16, 32, num_warps=2, num_stages=5)
+    return WeightOnlyTile(32 if rows <= 32 else 64, 64, num_stages=3)
 
 
 def weight_only_matmul(
@@ -50,11 +53,9 @@ def weight_only_matmul(
     gated: bool = False,
     out: torch.Tensor | None = None,
     tile: WeightOnlyTile | None = None,
-    splits: int = 1,
 ) -> torch.Tensor:
     """`matmul` with a packed weight: x [rows, K], rows contiguous -> [rows, N] in x's dtype, or [rows, N / 2] gated
 
-    With `splits` K is cut into as many slices: see `split_k.py`.
     Raises ValueError for other layouts, and for `gated` with a residual.
     """
     rows = len(x)
@@ -68,29 +69,7 @@ def weight_only_matmul(
     if not rows:
         return out
     tile = tile or weight_only_tile(rows)
-    if splits > 1:
-        partials = torch.empty(splits, rows, weight.shape[0], dtype=torch.float32, device=x.device)
-        _launch(x, weight, None, None, partials, tile, splits=splits)
-        return sum_partials(partials, out, bias, residual, gated=gated)
-    _launch(x, weight, bias, residual, out, tile, gated=gated)
-    return out
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    tile: WeightOnlyTile,
-    *,
-    gated: bool = False,
-    splits: int = 1,
-) -> None:
-    """Launch the kernel. `out` is [rows, N], or [splits, rows, N] if there are several splits."""
-    rows, depth = x.shape
-    columns, block_depth = out.shape[-1], weight.block
-    _weight_only_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), splits)](
+    _weight_only_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
         x,
         weight.q,
         weight.scale,
@@ -100,9 +79,8 @@ def _launch(
         out,
         rows,
         columns,
-        triton.cdiv(depth // block_depth, splits) * block_depth,
         x.stride(0),
-        DEPTH=depth,
+        DEPTH=x.shape[1],
         GROUP=weight.group_size,
         BITS=weight.bits,
         ZERO=weight.zero,
@@ -110,13 +88,13 @@ def _launch(
         ASM=x.is_cuda and x.dtype == torch.bfloat16,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
-        BLOCK_DEPTH=block_depth,
-        SPLIT_K=splits > 1,
+        BLOCK_DEPTH=weight.block,
         ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_launch(x.device),
     )
+    return out
 
 
 def weight_only_matmul_reference(
@@ -222,7 +200,7 @@ def _group_sums(x_low, x_high, q, ZERO: tl.constexpr, BITS: tl.constexpr, ASM: t
     return tl.dot(q.to(x_low.dtype), x_low, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["rows", "split_depth"])
+@triton.jit(do_not_specialize=["rows"])
 def _weight_only_kernel(
     x,
     weight,
@@ -233,7 +211,6 @@ def _weight_only_kernel(
     out,
     rows,
     columns,
-    split_depth,
     x_stride,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -244,7 +221,6 @@ def _weight_only_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -263,17 +239,11 @@ def _weight_only_kernel(
     of_groups = column.to(tl.int64) * GROUPS
     acc = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
     acc_up = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-    first, end = 0, DEPTH
-    if SPLIT_K:  # a program walks one slice of K, and `out` has a partial sum for each
-        first = tl.program_id(1) * split_depth
-        end = tl.minimum(first + split_depth, DEPTH)
-        out += tl.program_id(1).to(tl.int64) * rows * columns
     pdl_wait(PDL)
     # A group's scales are loaded a block ahead: nothing waits for them.
-    of_groups_here = of_groups + tl.minimum(first // GROUP, GROUPS - 1)
-    factor = tl.load(scale + of_groups_here, mask=is_column, other=0.0)
-    factor_up = tl.load(scale + of_groups_here + columns * GROUPS, mask=is_column, other=0.0) if GATED else factor
-    for start in range(first, end, BLOCK_DEPTH):
+    factor = tl.load(scale + of_groups, mask=is_column, other=0.0)
+    factor_up = tl.load(scale + of_groups + columns * GROUPS, mask=is_column, other=0.0) if GATED else factor
+    for start in range(0, DEPTH, BLOCK_DEPTH):
         group = start // GROUP
         next_group = tl.minimum((start + BLOCK_DEPTH) // GROUP, GROUPS - 1)
         next_factor = tl.load(scale + of_groups + next_group, mask=is_column, other=0.0)

@@ -8,12 +8,14 @@ import torch
 from mini_sglang.kernels.triton.matmul import (
     MATMUL_TILES,
     MatmulTile,
+    Scales,
     matmul,
     matmul_partials,
     matmul_partials_reference,
     matmul_reference,
     matmul_tile,
 )
+from mini_sglang.kernels.triton.quantize_rows import quantize_rows
 
 SMALL = MatmulTile(64, 16, num_warps=4, num_stages=2)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -194,3 +196,23 @@ def test_a_product_follows_its_input_in_a_cuda_graph() -> None:
     x.copy_(random(24, 1024, dtype=torch.bfloat16, device=device, seed=4))
     graph.replay()
     assert torch.equal(out, matmul(x, weight))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(3, 48, 256), (70, 130, 128), (130, 64, 384)])
+def test_float8_operands_equal_float64(
+    device: torch.device, grouped: bool, splits: int, rows: int, columns: int, depth: int
+) -> None:
+    x, of_x = quantize_rows(random(rows, depth, dtype=torch.float32, device=device), grouped=grouped)
+    weight, of_weight = quantize_rows(
+        random(columns, depth, dtype=torch.float32, device=device, seed=1), grouped=grouped
+    )
+    scales = Scales(of_x, of_weight)
+    bias = random(columns, dtype=torch.bfloat16, device=device, seed=2)
+    residual = random(rows, columns, dtype=torch.bfloat16, device=device, seed=3)
+    for gated in (False, True):
+        wanted = matmul_reference(x, weight, bias, scales=scales, gated=gated)
+        assert_near(matmul(x, weight, bias, scales=scales, gated=gated, tile=SMALL, splits=splits), wanted)
+    wanted = matmul_reference(x, weight, bias, residual, scales=scales)
+    assert_near(matmul(x, weight, bias, residual, scales=scales, tile=SMALL, splits=splits), wanted)
