@@ -32,19 +32,21 @@ class Block:
     sources: tuple[str, ...]  # the first one has the provenance
     rows: Callable[..., Rows]  # of the JSON of each source
     command: str | None = None  # where the source does not name its own
+    dated: str | None = None  # the figure whose day is given, where they have different ones
 
     def text(self) -> str:
         """The block, without its markers. Raises FileNotFoundError where a source is missing."""
         figures = [json.loads((RESULTS / source).read_text()) for source in self.sources]
-        return f"{provenance(figures[0], self.command)}\n\n{markdown(self.rows(*figures))}"
+        date = figures[0]["measured"][self.dated] if self.dated else None
+        return f"{provenance(figures[0], self.command, date)}\n\n{markdown(self.rows(*figures))}"
 
 
-def provenance(figures: Figures, command: str | None) -> str:
+def provenance(figures: Figures, command: str | None, date: str | None = None) -> str:
     """Machine, versions, day and command in one line."""
     machine = figures.get("machine") or figures["card"]
     versions = ", ".join(f"{package} {version}" for package, version in figures["versions"].items())
     said = command or figures.get("command")
-    return f"{machine}; {versions}; {figures['date']}{f', `{said}`' if said else ''}."
+    return f"{machine}; {versions}; {date or figures['date']}{f', `{said}`' if said else ''}."
 
 
 def gpu_rows(peers: Figures) -> Rows:
@@ -94,6 +96,23 @@ def own_gpu_rows(figures: Figures) -> Rows:
         row("The same with an empty Triton cache, s", start("cold")),
         ["Offline with `--deterministic`, tok/s", NONE, f"{figures['deterministic_tok_s']:,.0f} ({slower:.0%})"],
     ]
+
+
+def quantised_rows(figures: Figures) -> Rows:
+    """Of gpu.py: a row for each shape and kind of weights, measured in turns; the ratio is to bfloat16."""
+    rows = [["Shape", "`--quantization`", "Offline, tok/s (of its floor)", "ratio", "One stream", "ratio"]]
+    measured = figures["quantised"]
+    for shape, by_kind in measured["offline_tok_s"].items():
+        for kind in by_kind:
+            row = [shape, kind]
+            for key in ("offline", "single"):
+                rates = measured[f"{key}_tok_s"][shape]
+                row += [
+                    f"{rates[kind]:,.0f} ({measured[f'{key}_of_floor'][shape][kind]:.0%})",
+                    f"{rates[kind] / rates['none']:.2f}",
+                ]
+            rows.append(row)
+    return rows
 
 
 def online_rows(online: Figures) -> Rows:
@@ -185,7 +204,8 @@ def accuracy_rows(run: Mapping[str, Sequence[Figures]]) -> Rows:
 
 BLOCKS = [
     Block("h200", ("h200-peers.json",), gpu_rows),
-    Block("h200-own", ("h200.json",), own_gpu_rows, "python benchmarks/gpu.py"),
+    Block("h200-own", ("h200.json",), own_gpu_rows, "python benchmarks/gpu.py", "offline_tok_s"),
+    Block("h200-quantised", ("h200.json",), quantised_rows, "python benchmarks/gpu.py --only quantised", "quantised"),
     Block("h200-online", ("h200-online-peers.json",), online_rows),
     Block("h200-serving", ("h200-serving-online.json",), serving_rows),
     Block("h200-budget", ("h200-online-peers.json",), budget_rows),
