@@ -110,6 +110,7 @@ ALLOWED: dict[str, set[str]] = {
     "turns": set(),
     "llm": {"config", "engine", "errors", "outputs", "sampling_params", "text", "turns", "weights"},
     "verify": {"config", "llm", "model_config", "sampling_params", "text.tokenizer", "weights"},
+    "quantize": {"weights"},
     "chat": {"llm", "outputs", "sampling_params"},
     "bench": {
         "attention",
@@ -193,6 +194,7 @@ ALLOWED: dict[str, set[str]] = {
         "llm",
         "options",
         "parallel",
+        "quantize",
         "sampling_params",
         "server",
         "simulate",
