@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mini_sglang.weights.experts import published_name
-from mini_sglang.weights.hf_config import read_json
+from mini_sglang.weights.hf_config import read_json, read_quantization
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.progress import progress
@@ -143,13 +143,12 @@ def _read_config(source: ModelSource) -> dict[str, Any]:
             f"model {source.name!r} is a GGUF file, which holds quantised weights or lacks config.json; "
             "give the folder of safetensors that it was made from"
         )
-    config = read_json(source.path / "config.json")
-    if config.get("quantization_config"):
+    if read_quantization(source.path) is not None:
         raise ValueError(
             f"model {source.name!r} is quantised already, and to quantise it again would add to its error; "
             "give the model that it was made from"
         )
-    return config
+    return read_json(source.path / "config.json")
 
 
 def _copy_other_files(folder: Path, out: Path) -> None:

@@ -85,6 +85,12 @@ def per_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return named
 
 
+def without_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def assert_same_tokens(checkpoint: TinyCheckpoint, ranks: tuple[int, ...]) -> None:
     prompts = make_ragged_prompts(4, 320)
     expected = [greedy_ids(checkpoint.model, prompt, 8) for prompt in prompts]
@@ -238,6 +244,37 @@ def test_a_refused_checkpoint_does_not_begin_to_load(checkpoints: Checkpoints) -
         pass
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "stated"),
+    [
+        ("gptq, groups of 32, desc_act", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True}),
+        ("awq, groups of 64", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True}),
+        ("awq, groups of 64", "quantize_config.json", {"bits": 4, "group_size": 64, "zero_point": True}),
+    ],
+)
+def test_a_config_in_a_file_of_its_own_is_read(
+    name: str, file: str, stated: dict[str, Any], checkpoints: Checkpoints
+) -> None:
+    checkpoint = write(checkpoints, FORMATS[name])
+    without_config(checkpoint.path)
+    of_tool = {"damp_percent": 0.01, "sym": False, "model_file_base_name": "model", **stated}
+    (checkpoint.path / file).write_text(json.dumps(of_tool))
+    assert_same_weights(checkpoint)
+
+
+def test_what_config_json_says_comes_before_a_file_of_its_own(checkpoints: Checkpoints) -> None:
+    checkpoint = write(checkpoints, FORMATS["gptq, groups of 32"])
+    (checkpoint.path / "quantize_config.json").write_text(json.dumps({"bits": 8, "group_size": 64}))
+    assert_same_weights(checkpoint)
+
+
+def test_a_file_of_its_own_is_refused_by_name_before_anything_loads(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama")
+    (checkpoint.path / "quantize_config.json").write_text(json.dumps({"bits": 3, "group_size": 64}))
+    with pytest.raises(ValueError, match=r"quant_method 'gptq'.*bits 3"):
+        load_model_config(checkpoint.source)
+
+
 # -- tensors that do not fit the config --------------------------------------------------------------------------------
 
 MODULE = "model.layers.1.mlp.up_proj"  # [200, 160]
@@ -299,9 +336,7 @@ def test_a_quantised_module_that_the_config_ignores_is_named(checkpoints: Checkp
 
 def test_quantised_weights_without_a_config_are_refused(checkpoints: Checkpoints) -> None:
     folder = write(checkpoints, FORMATS["awq, groups of 64"]).path
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    without_config(folder)
     with pytest.raises(WeightsError, match=r"has no quantization_config: .*qweight \(I32\)"):
         open_folder(folder, ())
 
