@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import mini_sglang.execution.worker
+from mini_sglang.kernels.cpu.kernels import CpuKernels
+from mini_sglang.kernels.interface import Matrix
+from mini_sglang.kernels.torch_kernels import TorchMatrix
+from mini_sglang.layers.placement import Placement
 from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.quantization import open_folder
 from mini_sglang.weights.quantization_config import Quantization, quantization_from_hf
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot
 from tests.tiny import (
     Checkpoints,
@@ -48,6 +55,37 @@ MODELS: dict[str, tuple[Format, dict[str, Any]]] = {
         {"family": "qwen3"},
     ),
 }
+
+
+# Formats that kernels could multiply as they are, and an intermediate size that fits them: on 3 ranks, cuts go through
+# groups of 64 and 128 and through whole rows.
+KEPT = {
+    "fp8, blocks of 128 x 128": 200,
+    "fp8, per channel": 200,
+    "float-quantized, tensor": 200,
+    "int-quantized, channel": 200,
+    "int-quantized, groups of 32": 200,
+    "pack-quantized, groups of 128": 384,
+    "awq, groups of 64": 384,
+    "gptq, groups of 32": 384,
+}
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedWeight]:
+    """The matrices that layers kept as they are stored. They are multiplied, on every rank, by their dense values."""
+    matrices: list[QuantizedWeight] = []
+
+    def quantized_matrix(self: Any, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix:
+        matrices.append(weight)
+        return TorchMatrix(self, weight.dense(), bias)
+
+    def keeping(*settings: Any, **named: Any) -> Placement:
+        return replace(Placement(*settings, **named), packed=True)
+
+    monkeypatch.setattr(CpuKernels, "quantized_matrix", quantized_matrix)
+    monkeypatch.setattr(mini_sglang.execution.worker, "Placement", keeping)
+    return matrices
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +142,7 @@ def assert_same_tokens(checkpoint: TinyCheckpoint, ranks: tuple[int, ...]) -> No
 def test_every_format_is_its_dequantised_weights(name: str, checkpoints: Checkpoints) -> None:
     checkpoint = write(checkpoints, FORMATS[name])
     assert_same_weights(checkpoint)
-    assert_same_tokens(checkpoint, (1, 2))
+    assert_same_tokens(checkpoint, (1, 2, 3))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,7 +150,16 @@ def test_biases_experts_and_heads(name: str, checkpoints: Checkpoints) -> None:
     form, config = MODELS[name]
     checkpoint = write(checkpoints, form, **config)
     assert_same_weights(checkpoint)
-    assert_same_tokens(checkpoint, (1, 3))
+    assert_same_tokens(checkpoint, (1, 2, 3))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_matrices_that_ranks_keep_as_they_are_stored_are_the_dequantised_ones(
+    name: str, checkpoints: Checkpoints, kept: list[QuantizedWeight]
+) -> None:
+    checkpoint = write(checkpoints, FORMATS[name], intermediate_size=KEPT[name])
+    assert_same_tokens(checkpoint, (1, 2, 3))
+    assert len(kept) == (1 + 2 + 3) * 2 * 4  # on each rank qkv, o, gate and up, and down of both layers
 
 
 # -- what compressed-tensors itself wrote ------------------------------------------------------------------------------
