@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": {"outputs", "sampling_params"},
     "model_config": set(),
     "child_process": set(),
-    "weights.tensor": {"weights.quantized_weight"},
+    "weights.tensor": {"parallel.sharding", "weights.quantized_weight"},
     "weights.quantized_weight": {"parallel.sharding"},
     "parallel.sharding": set(),
     "scheduling": {"config", "errors", "outputs", "request", "sampling_params"},

@@ -28,11 +28,18 @@ class QuantizedWeight:
     def dense(self) -> torch.Tensor:
         """-> w [out, in] float32"""
         columns = self.q.shape[1]
+        w = self.q.float()
+        if columns % self.group_size == 0:
+            groups = w.view(*self.scale.shape, self.group_size)
+            groups *= self.scale[:, :, None]
+            if self.minimum is not None:
+                groups += self.minimum[:, :, None]
+            return w
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.repeat_interleave(self.group_size, 1)[:, :columns]
 
-        w = self.q.float().mul_(spread(self.scale))
+        w *= spread(self.scale)
         return w if self.minimum is None else w.add_(spread(self.minimum))
 
     def shard(self, rows: Shard, columns: Shard) -> QuantizedWeight | None:

@@ -22,6 +22,7 @@ from mini_sglang.kernels.cpu.kernels import CpuKernels
 from mini_sglang.kernels.interface import Matrix
 from mini_sglang.kernels.torch_kernels import TorchMatrix
 from mini_sglang.layers.placement import Placement
+from mini_sglang.parallel.sharding import copy_shard, shard_evenly, whole
 from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.quantization import open_folder
@@ -99,13 +100,29 @@ def assert_same_weights(checkpoint: TinyCheckpoint) -> None:
     values: dict[str, torch.Tensor] = {}
 
     def keeper(name: str) -> Callable[[CheckpointTensor], None]:
-        return lambda tensor: values.update({name: tensor.dense().float()})
+        def keep(tensor: CheckpointTensor) -> None:
+            values[name] = tensor.dense().float()
+            assert_same_parts(tensor)
+
+        return keep
 
     slots = {name: WeightSlot(tuple(value.shape), keeper(name)) for name, value in state.items()}
     load_weights(checkpoint.source, load_model_config(checkpoint.source), slots, show_progress=False)
     assert set(values) == set(state)
     for name, value in state.items():
         assert torch.equal(values[name], value), name
+
+
+def assert_same_parts(tensor: CheckpointTensor) -> None:
+    """What each of three ranks fills its part with is that part of the dense values, along either dimension."""
+    dense = tensor.dense()
+    for cut in range(dense.ndim):
+        for rank in range(3):
+            shards = [shard_evenly(n, rank, 3, 16) if at == cut else whole(n) for at, n in enumerate(dense.shape)]
+            target, expected = (torch.full([shard.size for shard in shards], torch.nan) for _ in range(2))
+            tensor.copy_to(target, *shards)
+            copy_shard(expected, dense, *shards)
+            assert torch.equal(target, expected), tensor.name
 
 
 def per_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
