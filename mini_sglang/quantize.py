@@ -40,7 +40,7 @@ _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # as Mixtral c
 _WORST = 3  # matrices to name
 _BLOCK = 128  # rows and inputs that share a scale in fp8-block
 _GROUP_SIZES = (128, 64, 32)  # inputs that share a scale in w4a16: the most that fit all matrices
-_SLAB = 1 << 23  # weights to quantise at a time: bounds the temporaries
+_SLAB = 1 << 21  # weights to quantise at a time: bounds the temporaries
 _NOT_COPIED = ("config.json", *(f"*.{ending}" for ending in ("safetensors", "index.json", "bin", "pt", "pth", "gguf")))
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -93,9 +93,9 @@ class Report:
         return math.sqrt(sum(self.errors[name] for name in names) / weights) if weights else 0.0
 
     def add(self, name: str, w: torch.Tensor, stored: QuantizedWeight) -> None:
-        error = stored.dense() - w
-        self.weights[name] = self.weights.get(name, 0.0) + float(w.double().square().sum())
-        self.errors[name] = self.errors.get(name, 0.0) + float(error.double().square().sum())
+        error = stored.dense().sub_(w)
+        self.weights[name] = self.weights.get(name, 0.0) + float(torch.linalg.vector_norm(w)) ** 2
+        self.errors[name] = self.errors.get(name, 0.0) + float(torch.linalg.vector_norm(error)) ** 2
 
 
 def quantize_model(
@@ -129,6 +129,7 @@ def quantize_model(
     if len(report.not_quantized) == len(matrices):
         raise ValueError(f"model {source.name!r} has no matrix that {to} could quantise")
     out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # several would wait for each other after every one of many short operations
     bar = partial(progress, title=f"Quantising {source.name}", show=show_progress)
     report.bytes_after = write_safetensors(out, outputs, most_bytes=most_bytes, watched=bar)
     _copy_other_files(source.path, out)
