@@ -1,4 +1,4 @@
-"""The command line: `mini-sglang serve | deploy | chat | generate | bench | simulate | learn | verify | pull`.
+"""The command line: `mini-sglang serve | deploy | chat | generate | bench | simulate | learn | verify | pull | …`.
 
 Options of the engine and the server are made from the fields of their dataclasses; other commands add their own.
 What a command does is imported when it runs: `--help` loads no torch.
@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mini_sglang
@@ -26,6 +27,11 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.simulate.cli import add_simulate
 
 INTERRUPTED = 130
+QUANTIZE_TO = {
+    "fp8": "8 bits, a scale for each output",
+    "fp8-block": "8 bits, a scale for each block of 128 by 128",
+    "w4a16": "4 bits, a scale for each 128 inputs",
+}
 _HUSHED = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -123,6 +129,15 @@ def pull(options: argparse.Namespace) -> int:
     return 0
 
 
+def quantize(options: argparse.Namespace) -> int:
+    config = engine_config(options)
+    from mini_sglang.quantize import quantize_model, show_report
+    from mini_sglang.weights import hub
+
+    show_report(quantize_model(hub.find_model(config), Path(options.out), options.to))
+    return 0
+
+
 def _hush_libraries() -> None:
     """Keep warnings of libraries from those who did not write the code, here and in processes that are started.
 
@@ -166,6 +181,15 @@ def _build_parser() -> Parser:
 
     command = add_command(commands, "pull", "fetch a model ahead of time and print where it lies", pull)
     add_fields(command, EngineConfig, "model", only={"model", "model_source", "revision"})
+
+    help = "write a model with weights of few bits, rounded to nearest, as compressed-tensors that vLLM reads as well"
+    command = add_command(commands, "quantize", help, quantize)
+    command.add_argument("model", metavar="MODEL", help="folder of unquantised safetensors, or id on the hub")
+    command.add_argument("out", metavar="OUT", help="folder to write; must be empty or not exist")
+    command.add_argument(
+        "--to", required=True, choices=QUANTIZE_TO, help="; ".join(f"{to}: {QUANTIZE_TO[to]}" for to in QUANTIZE_TO)
+    )
+    add_fields(command, EngineConfig, "where the model is", only={"model_source", "revision"})
     return parser
 
 

@@ -65,6 +65,11 @@ def test_serve_has_an_option_with_help_for_every_setting(capsys: pytest.CaptureF
         (["serve", "--no-such-option"], "--no-such-option"),
         (["verify", "./no-such-folder"], "no-such-folder"),
         (["pull", "./no-such-folder"], "no-such-folder"),
+        (["quantize", "./no-such-folder", "out", "--to", "fp8"], "no-such-folder"),
+        (["quantize", "smollm2-135m", "out"], "--to"),
+        (["quantize", "smollm2-135m", "out", "--to", "int3"], "int3"),
+        (["quantize", "smollm2-135m", "--to", "fp8"], "OUT"),
+        (["quantize", "smollm2-135m", "out", "--to", "fp8"], "is a GGUF file"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(

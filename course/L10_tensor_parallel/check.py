@@ -26,7 +26,7 @@ from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.architectures import build_model
 from mini_sglang.parallel.sharding import Shard, copy_shard, shard_evenly, shard_heads, whole
 from mini_sglang.parallel.tensor_parallel import SINGLE, CollectiveError, TensorParallel, connect_cpus
-from mini_sglang.weights.load import dummy_tensor, load_dummy_weights
+from mini_sglang.weights.dummy import dummy_tensor, load_dummy_weights
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,9 @@ from mini_sglang.layers.rotary import inverse_frequencies, rotary_tables
 from mini_sglang.learn.checking import expect, guards
 from mini_sglang.model_config import ModelConfig, RopeScaling
 from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.weights.dummy import dummy_tensor
 from mini_sglang.weights.gguf import _unpack, half_split_order
-from mini_sglang.weights.load import _match, dummy_tensor
+from mini_sglang.weights.load import _match
 from mini_sglang.weights.tensor import WeightsError, WeightSlot
 
 KERNELS = TorchKernels()

@@ -33,8 +33,9 @@ from mini_sglang.parallel.tensor_parallel import TensorParallel
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewPages, NewRequest, Row, ScheduledBatch
 from mini_sglang.scheduling.step_cost import StepCost
+from mini_sglang.weights.dummy import load_dummy_weights
 from mini_sglang.weights.hub import ModelSource
-from mini_sglang.weights.load import load_dummy_weights, load_weights
+from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.quantize import QUANTIZERS
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 

@@ -8,7 +8,7 @@ from mini_sglang.kernels.interface import Residual
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
-from mini_sglang.parallel.sharding import copy_shard, whole
+from mini_sglang.parallel.sharding import whole
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
@@ -54,7 +54,7 @@ class Embedding:
         """The slot of the table; with `tied_head` the same tensor fills the output head too."""
 
         def load(tensor: CheckpointTensor) -> None:
-            copy_shard(self._table[: self._vocab.size], tensor.dense(), self._vocab, self._hidden)
+            tensor.copy_to(self._table[: self._vocab.size], self._vocab, self._hidden)
             if tied_head is not None:
                 tied_head.weight_slot().load(tensor)
 

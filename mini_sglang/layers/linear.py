@@ -15,7 +15,7 @@ import torch
 from mini_sglang.kernels.interface import Matrix, Norm, Residual
 from mini_sglang.layers.norm import NO_NORMS, BlockNorms
 from mini_sglang.layers.placement import Placement
-from mini_sglang.parallel.sharding import Shard, copy_shard, whole
+from mini_sglang.parallel.sharding import Shard, whole
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
@@ -119,7 +119,7 @@ class Linear:
             if part is not None:
                 self._quantized[name] = part.to(self._placement.device)
             else:
-                copy_shard(self._rows(name), tensor.dense(), self._parts[name], self._inputs)
+                tensor.copy_to(self._rows(name), self._parts[name], self._inputs)
             self._arrived(name)
 
         return load
@@ -127,7 +127,7 @@ class Linear:
     def _bias_loader(self, name: str) -> Callable[[CheckpointTensor], None]:
         def load(tensor: CheckpointTensor) -> None:
             assert self._bias is not None
-            copy_shard(self._bias[self._spans[name]], tensor.dense(), self._parts[name])
+            tensor.copy_to(self._bias[self._spans[name]], self._parts[name])
             self._arrived(f"{name}.bias")
 
         return load

@@ -13,7 +13,7 @@ from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.parallel.sharding import Shard, copy_shard, whole
+from mini_sglang.parallel.sharding import Shard, whole
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
@@ -61,6 +61,6 @@ class MixtureOfExperts:
 
 def _slot(part: torch.Tensor, rows: Shard, columns: Shard) -> WeightSlot:
     def load(tensor: CheckpointTensor) -> None:
-        copy_shard(part, tensor.dense(), rows, columns)
+        tensor.copy_to(part, rows, columns)
 
     return WeightSlot((rows.full, columns.full), load)

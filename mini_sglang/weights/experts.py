@@ -17,6 +17,7 @@ from mini_sglang.weights.tensor import CheckpointTensor
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _MIXTRAL = re.compile(r"(.*)\.block_sparse_moe\.(?:gate|experts\.(\d+)\.(w[123]))\.weight")
 _MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_COMMON = re.compile(r"(.*)\.mlp\.(?:gate|experts\.(\d+)\.(gate_proj|down_proj|up_proj))\.weight")
 
 
 def name_experts(tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
@@ -34,6 +35,17 @@ def name_experts(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Checkpoin
     return named
 
 
+def published_name(name: str, architecture: str) -> str:
+    """What a tensor with this common name is called in published checkpoints of the architecture."""
+    match = _COMMON.fullmatch(name)
+    if architecture != "mixtral" or match is None:
+        return name
+    layer, expert, projection = match.groups()
+    matrix = next((matrix for matrix, common in _MIXTRAL_NAMES.items() if common == projection), None)
+    part = "gate" if matrix is None else f"experts.{expert}.{matrix}"
+    return f"{layer}.block_sparse_moe.{part}.weight"
+
+
 def _split(tensor: CheckpointTensor, prefix: str, name: str) -> Iterator[CheckpointTensor]:
     """One tensor per expert. gate_up_proj [experts, 2 n, hidden] has gate above up; down_proj [experts, hidden, n]"""
     number, rows, columns = tensor.shape
@@ -44,7 +56,7 @@ def _split(tensor: CheckpointTensor, prefix: str, name: str) -> Iterator[Checkpo
     for expert in range(number):
         for part, span in spans.items():
             part_name, shape = f"{prefix}.{expert}.{part}.weight", (span.stop - span.start, columns)
-            yield CheckpointTensor(part_name, shape, partial(_rows, tensor, expert, span))
+            yield CheckpointTensor(part_name, shape, partial(_rows, tensor, expert, span), dtype=tensor.dtype)
 
 
 def _rows(tensor: CheckpointTensor, expert: int, rows: slice) -> torch.Tensor:

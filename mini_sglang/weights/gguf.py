@@ -1,14 +1,13 @@
 """The tensors of a GGUF file under Hugging Face names, in Hugging Face's row order, dequantised or as they are stored.
 
-The layouts of blocks are the `gguf` package's business, except those of Q4_0 and Q4_1, which `quantized` returns as
-they are stored. It knows no model, only which rows llama.cpp reorders.
+`quantized` returns blocks as they are stored: those of Q4_0 and Q4_1 are unpacked here, the others in `gguf_blocks.py`.
+It knows no model, only which rows llama.cpp reorders.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,8 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.chunks import computed_tensor
+from mini_sglang.weights.gguf_blocks import BLOCK_TYPES, unpack_blocks
 from mini_sglang.weights.gguf_file import GGUFFile, TensorInfo
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
@@ -24,6 +25,7 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 _TYPES = GGMLQuantizationType
 _SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FOUR_BIT_TYPES = frozenset({_TYPES.Q4_0, _TYPES.Q4_1})
+QUANTIZED_TYPES = FOUR_BIT_TYPES | set(BLOCK_TYPES)
 _CHUNK_BYTES = 1 << 20  # stored bytes to dequantise at a time: bounds the temporaries, which are several times larger
 _GROUP_SIZE = 32  # weights per block of Q4_0 and Q4_1
 
@@ -105,29 +107,30 @@ def _tensor(
             rows = rows.reshape(shape[0], -1)
         return rows[half_split_order(rows.shape[0], heads)]
 
-    def quantized() -> QuantizedWeight | None:
-        if info.type not in FOUR_BIT_TYPES:
-            return None
-        q, scale, minimum = (torch.from_numpy(array) for array in _unpack(read(), info.type))
-        return QuantizedWeight(q, scale, minimum, _GROUP_SIZE)
+    def chunks(start: int, stop: int) -> Iterator[torch.Tensor]:
+        rows = read().reshape(shape[0], -1)
+        step = max(1, _CHUNK_BYTES // rows.shape[1])
+        for at in range(start, stop, step):
+            chunk = rows[at : min(at + step, stop)]
+            yield _values(chunk, info.type).reshape(len(chunk), *shape[1:])
 
-    return CheckpointTensor(name, shape, lambda: _dense(read(), info.type, shape), quantized)
+    return computed_tensor(name, shape, chunks, lambda: _stored(read(), info.type))
 
 
-def _dense(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
-    result = np.empty((rows.shape[0], math.prod(shape) // rows.shape[0]), np.float32)
-    step = max(1, _CHUNK_BYTES // rows.shape[1])
-    for start in range(0, rows.shape[0], step):
-        chunk = rows[start : start + step]
-        if kind in FOUR_BIT_TYPES:  # several times faster than gguf.quants, and the same bits
-            q, scale, minimum = _unpack(chunk, kind)
-            values = q.reshape(*scale.shape, _GROUP_SIZE).astype(np.float32)
-            values *= scale[..., None]
-            values += minimum[..., None]
-        else:
-            values = dequantize(chunk, kind)
-        result[start : start + step] = values.reshape(chunk.shape[0], -1)
-    return torch.from_numpy(result.reshape(shape))
+def _values(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> torch.Tensor:
+    """Dequantise some rows; the blocks that `_stored` knows several times faster than gguf.quants, to the same bits."""
+    stored = _stored(rows, kind)
+    return torch.from_numpy(dequantize(rows, kind)) if stored is None else stored.dense()
+
+
+def _stored(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> QuantizedWeight | None:
+    """Stored bytes by row → the same blocks unpacked; None if they are of floats"""
+    if kind in BLOCK_TYPES:
+        return unpack_blocks(rows, kind)
+    if kind not in FOUR_BIT_TYPES:
+        return None
+    q, scale, minimum = (torch.from_numpy(array) for array in _unpack(rows, kind))
+    return QuantizedWeight(q, scale, minimum, _GROUP_SIZE)
 
 
 def _unpack(

@@ -63,6 +63,7 @@ class GGUFFile:
 
 
 _SCALARS = {kind: np.dtype(scalar).newbyteorder("<") for kind, scalar in GGUFReader.gguf_scalar_to_np.items()}
+_LENGTH = struct.Struct("<Q")  # of a string
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4  # of GGML
 
@@ -128,7 +129,7 @@ class _HeaderReader:
                 return self._scalars(item_kind, length)
             if item_kind is GGUFValueType.ARRAY:
                 raise ValueError(f"{self._path}: arrays of arrays in the metadata are not supported")
-            return [self._string() for _ in range(length)]
+            return self._strings(length)
         return self._scalars(kind, 1)[0]
 
     def _scalars(self, kind: GGUFValueType, count: int) -> list[Any]:
@@ -145,13 +146,29 @@ class _HeaderReader:
     def _string(self) -> str:
         return self._bytes(self._integer("<Q")).decode("utf-8", "replace")
 
+    def _strings(self, count: int) -> list[str]:
+        """As `_string` many times; a vocabulary and its merges are a hundred thousand."""
+        data, size, end = self._data, len(self._data), self._position
+        values: list[str] = []
+        for _ in range(count):
+            start = end + _LENGTH.size
+            end = start + _LENGTH.unpack_from(data, end)[0] if start <= size else start
+            if end > size:
+                raise self._cut_short()
+            values.append(data[start:end].decode("utf-8", "replace"))
+        self._position = end
+        return values
+
     def _integer(self, layout: str) -> int:
         return int(struct.unpack(layout, self._bytes(struct.calcsize(layout)))[0])
 
     def _bytes(self, count: int) -> bytes:
         end = self._position + count
         if end > len(self._data):
-            raise ValueError(f"{self._path} is cut short: its header goes beyond byte {len(self._data)}")
+            raise self._cut_short()
         chunk = self._data[self._position : end]
         self._position = end
         return chunk
+
+    def _cut_short(self) -> ValueError:
+        return ValueError(f"{self._path} is cut short: its header goes beyond byte {len(self._data)}")

@@ -67,8 +67,17 @@ def end_token_ids(folder: Path) -> frozenset[int]:
 
 
 def read_quantization(folder: Path) -> Quantization | None:
-    """How the folder's config.json says that its weights are quantised, or None."""
-    return quantization_from_hf(_read_optional_json(folder / "config.json"))
+    """How the folder says that its weights are quantised, or None.
+
+    AutoGPTQ and AutoAWQ once wrote a file of their own instead of a part of config.json.
+    """
+    config = _read_optional_json(folder / "config.json")
+    if not config.get("quantization_config"):
+        for name in ("quantize_config.json", "quant_config.json"):
+            if stated := _read_optional_json(folder / name):
+                method = "awq" if "w_bit" in stated or "zero_point" in stated else "gptq"
+                return quantization_from_hf({"quantization_config": {"quant_method": method, **stated}})
+    return quantization_from_hf(config)
 
 
 def read_json(path: Path) -> dict[str, Any]:

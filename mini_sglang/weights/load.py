@@ -1,28 +1,23 @@
-"""Brings a checkpoint's tensors to their slots, one at a time, or fills the slots with reproducible random values.
+"""Brings a checkpoint's tensors to their slots, if each fits one.
 
 It knows names and shapes; what a slot does with its tensor (shard, fuse, pack, convert) is the model's business.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Mapping
 
 from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.filling import fill_slots
 from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.hub import ModelSource
-from mini_sglang.weights.progress import progress
 from mini_sglang.weights.quantization import open_folder
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot, listed
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MAX_LISTED = 20  # names per kind of problem in an error message
-_DUMMY_STD = 0.02
 
 
 def load_weights(
@@ -30,25 +25,12 @@ def load_weights(
 ) -> None:
     """Fill every slot from the checkpoint tensor of its name.
 
-    It holds one tensor at a time beside the model, the largest first, while most of the model's memory is untouched.
     Raises WeightsError, before any slot is filled, that lists all missing, unexpected and misshapen tensors.
     """
     is_gguf = source.kind == "gguf"
     tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else open_folder(source.path, slots)
     plan = _match(tensors, slots, tied=config.tie_word_embeddings, where=str(source.path))
-    plan.sort(key=lambda pair: math.prod(pair[0].shape), reverse=True)
-    _fill(plan, f"Loading {source.name}", show_progress)
-
-
-def load_dummy_weights(
-    slots: Mapping[str, WeightSlot], *, seed: int, device: torch.device, show_progress: bool = True
-) -> None:
-    """Fill every slot with random values: normal with deviation 0.02, around 1 for norm weights and 0 elsewhere.
-
-    They are drawn on `device` and depend on the kind of device, `seed` and the tensor's name alone.
-    """
-    plan = [(dummy_tensor(name, slot.shape, seed, device), slot) for name, slot in slots.items()]
-    _fill(plan, "Making random weights", show_progress)
+    fill_slots(plan, f"Loading {source.name}", show_progress=show_progress)
 
 
 def has_quantized_weights(source: ModelSource) -> bool:
@@ -56,18 +38,6 @@ def has_quantized_weights(source: ModelSource) -> bool:
     if source.kind != "gguf":
         return read_quantization(source.path) is not None
     return any(tensor.type in FOUR_BIT_TYPES for tensor in GGUFFile(source.path).tensors.values())
-
-
-def dummy_tensor(name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> CheckpointTensor:
-    """A tensor of random float32 values, made when they are asked for."""
-
-    def dense() -> torch.Tensor:
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        return torch.empty(shape, device=device).normal_(mean, _DUMMY_STD, generator=generator)
-
-    return CheckpointTensor(name, shape, dense)
 
 
 def _match(
@@ -92,8 +62,3 @@ def _match(
 def _is_ignored(name: str, tied: bool) -> bool:
     """Whether it is a rotary buffer, which old checkpoints have, or the head of a model with tied embeddings."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
-
-
-def _fill(plan: Sequence[tuple[CheckpointTensor, WeightSlot]], title: str, show_progress: bool) -> None:
-    for tensor, slot in progress(plan, title, show=show_progress):
-        slot.load(tensor)

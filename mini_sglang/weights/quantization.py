@@ -1,19 +1,20 @@
 """The tensors of a folder of safetensors as a model knows them; quantised matrices are dequantised when they load.
 
 `quantization_config.py` says how matrices are stored, this module finds the tensors that make up each one, checks that
-they fit, and computes it in float32, one matrix at a time. It knows no model; shards are cut from the whole matrix, so
-a cut may go through a block.
+they fit, and computes its values in float32, a few rows at a time. It knows no model; shards are cut from dense rows,
+so a cut may go through a block.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mini_sglang.weights.chunks import computed_tensor
 from mini_sglang.weights.experts import name_experts
 from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.quantization_config import Layout, Quantization, Scheme
@@ -113,11 +114,11 @@ class _Matrix:
     parts: Mapping[str, CheckpointTensor]
 
     def as_checkpoint_tensor(self) -> CheckpointTensor:
-        return CheckpointTensor(f"{self.module}.weight", self.shape, self._dense, self._quantized)
+        return computed_tensor(f"{self.module}.weight", self.shape, self._chunks, self._quantized)
 
-    def _dense(self) -> torch.Tensor:
+    def _chunks(self, start: int, stop: int) -> Iterator[torch.Tensor]:
         try:
-            return dequantise(self.scheme, self._values(), self.shape)
+            yield from dequantised(self.scheme, self._values(), self.shape, start, stop)
         except ValueError as error:
             raise WeightsError(f"{self.module}: {error}") from error
 
@@ -258,8 +259,13 @@ def _ceil(number: int, divisor: int) -> int:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def dequantise(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-    """scale * (q - zero) → [out, in] float32, from tensors of the shapes that their layout has."""
+def dequantised(
+    scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int], start: int, stop: int
+) -> Iterator[torch.Tensor]:
+    """scale * (q - zero) for rows from start to stop, a few at a time, float32, from tensors as their layout has them.
+
+    Raises ValueError if columns belong to groups that there are not.
+    """
     q, scale, zero, group_of = _UNPACKED[scheme.layout](scheme, parts, shape)
     rows_of_block, columns_of_block = scheme.block or (None if scale.numel() == 1 else 1, None)
     row_of = torch.arange(shape[0]) // (rows_of_block or shape[0])
@@ -273,15 +279,14 @@ def dequantise(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[i
         of_rows = values[row_of[rows]]
         return (of_rows if group_of is None else of_rows.index_select(1, group_of))[:, :, None]
 
-    result = torch.empty(shape)
     step = max(1, _CHUNK // shape[1])
-    for start in range(0, shape[0], step):
-        rows = slice(start, start + step)
-        chunk = result[rows].view(-1, shape[1] // width, width)
+    for at in range(start, stop, step):
+        rows = slice(at, min(at + step, stop))
+        chunk = torch.empty(rows.stop - at, shape[1] // width, width)
         chunk.copy_(q[rows].view(chunk.shape))
         chunk -= spread(zero, rows) if isinstance(zero, torch.Tensor) else zero
         chunk *= spread(scale, rows)
-    return result
+        yield chunk.view(-1, shape[1])
 
 
 def as_stored(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> QuantizedWeight:

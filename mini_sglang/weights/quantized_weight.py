@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from mini_sglang.parallel.sharding import Shard, copy_shard, whole
+
+_LEAST_GROUP = 16  # to cut groups into: with its scale, a weight of 4 bits takes 6 then
 
 
 @dataclass(frozen=True)
@@ -25,30 +28,47 @@ class QuantizedWeight:
     def dense(self) -> torch.Tensor:
         """-> w [out, in] float32"""
         columns = self.q.shape[1]
+        w = self.q.float()
+        if columns % self.group_size == 0:
+            groups = w.view(*self.scale.shape, self.group_size)
+            groups *= self.scale[:, :, None]
+            if self.minimum is not None:
+                groups += self.minimum[:, :, None]
+            return w
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.repeat_interleave(self.group_size, 1)[:, :columns]
 
-        w = self.q.float().mul_(spread(self.scale))
+        w *= spread(self.scale)
         return w if self.minimum is None else w.add_(spread(self.minimum))
 
     def shard(self, rows: Shard, columns: Shard) -> QuantizedWeight | None:
-        """A rank's part, padded with zeros; None if the cut goes through a group of inputs."""
+        """A rank's part, padded with zeros; groups that are cut become smaller ones, of one size on all ranks.
+
+        None if those would be too small to be worth their scales, or if a group were padded that has a minimum.
+        """
         group = self.group_size
-        if columns.size == columns.full:
-            groups = whole(self.scale.shape[1])
-        elif columns.start % group or (columns.stop % group and columns.stop < columns.full):
+        if columns != whole(columns.full):
+            group = columns.size if self.scale.shape[1] == 1 else math.gcd(group, columns.size)
+        length = columns.stop - columns.start
+        is_cut = length > 0 and columns.start % group > 0
+        is_padded = columns.size > length and length % group > 0
+        if group < min(_LEAST_GROUP, self.group_size) or is_cut or (is_padded and self.minimum is not None):
             return None
-        else:
-            groups = Shard(*(-(-n // group) for n in (columns.full, columns.start, columns.stop, columns.size)))
+        groups = Shard(*(-(-number // group) for number in (columns.full, columns.start, columns.stop, columns.size)))
 
         def part(values: torch.Tensor, along_inputs: Shard) -> torch.Tensor:
             target = values.new_empty(rows.size, along_inputs.size)
             copy_shard(target, values, rows, along_inputs)
             return target
 
-        minimum = None if self.minimum is None else part(self.minimum, groups)
-        return QuantizedWeight(part(self.q, columns), part(self.scale, groups), minimum, group)
+        def of_groups(values: torch.Tensor) -> torch.Tensor:
+            if values.shape[1] == 1:
+                return part(values.expand(-1, groups.full), groups)
+            return part(values.repeat_interleave(self.group_size // group, 1), groups)
+
+        minimum = None if self.minimum is None else of_groups(self.minimum)
+        return QuantizedWeight(part(self.q, columns), of_groups(self.scale), minimum, group)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         minimum = None if self.minimum is None else self.minimum.to(device)

@@ -5,11 +5,12 @@ The readers of formats make `CheckpointTensor`s, layers make `WeightSlot`s; this
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from mini_sglang.parallel.sharding import Shard, copy_shard, whole
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 
@@ -27,6 +28,19 @@ class CheckpointTensor:
     dense: Callable[[], torch.Tensor]
     quantized: Callable[[], QuantizedWeight | None] = lambda: None
     dtype: str = "F32"  # of `dense`, as safetensors calls it: "BF16", "F8_E4M3", "I32", …
+    chunks: Callable[[int, int], Iterator[torch.Tensor]] | None = None  # of these rows of `dense`, if it is computed
+
+    def copy_to(self, target: torch.Tensor, *shards: Shard) -> None:
+        """Fill `target` as `copy_shard` does. What has to be computed is, for this part alone, a few rows at a time."""
+        if self.chunks is None:
+            copy_shard(target, self.dense(), *shards)
+            return
+        rows, *others = shards
+        end = 0
+        for chunk in self.chunks(rows.start, rows.stop):
+            start, end = end, end + len(chunk)
+            copy_shard(target[start:end], chunk, whole(len(chunk)), *others)
+        target[end:].zero_()
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ import sys
 if "mini_sglang.execution.worker_main" in sys.orig_argv:
     import torch
     from mini_sglang.weights import load
-    def fail(*arguments):
+    def fail(*arguments, **settings):
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
-    load._fill = fail
+    load.fill_slots = fail
 """
 SCRIPT = """
 import sys, mini_sglang

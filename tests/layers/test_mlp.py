@@ -17,7 +17,7 @@ from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel, connect_cpus
-from mini_sglang.weights.load import dummy_tensor
+from mini_sglang.weights.dummy import dummy_tensor
 from mini_sglang.weights.tensor import CheckpointTensor
 
 CPU = torch.device("cpu")

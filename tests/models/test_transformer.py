@@ -22,7 +22,7 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
 from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
-from mini_sglang.weights.load import dummy_tensor
+from mini_sglang.weights.dummy import dummy_tensor
 from mini_sglang.weights.tensor import CheckpointTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mini_sglang.model_config import ModelConfig
+from mini_sglang.parallel.sharding import copy_shard, shard_evenly, whole
 from mini_sglang.weights.gguf import hf_name, open_gguf
 from mini_sglang.weights.gguf_config import config_from_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
@@ -62,6 +63,23 @@ def test_many_rows_are_dequantised_in_parts(tmp_path: Path) -> None:
     expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q8_0)
     tensor = open_gguf(GGUFFile(tmp_path / "raw.gguf"), CONFIG)["model.layers.0.mlp.up_proj.weight"]
     assert torch.equal(tensor.dense(), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_rank_gets_its_part_of_the_dense_values(tmp_path: Path, kind: str, ranks: int) -> None:
+    """Of 1000 rows, which take several chunks, and of 1024 columns, which cuts leave within blocks."""
+    write_raw(tmp_path / "raw.gguf", gguf.GGMLQuantizationType[kind], rows=1000, columns=1024)
+    tensor = open_gguf(GGUFFile(tmp_path / "raw.gguf"), CONFIG)["model.layers.0.mlp.up_proj.weight"]
+    for rank in range(ranks):
+        for shards in (
+            (shard_evenly(1000, rank, ranks, 16), whole(1024)),
+            (whole(1000), shard_evenly(1024, rank, ranks, 16)),
+        ):
+            target, expected = (torch.full([shard.size for shard in shards], torch.nan) for _ in range(2))
+            tensor.copy_to(target, *shards)
+            copy_shard(expected, tensor.dense(), *shards)
+            assert torch.equal(target, expected)
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "TQ1_0"])

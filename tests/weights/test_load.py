@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.dummy import load_dummy_weights
 from mini_sglang.weights.gguf import open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hub import ModelSource
-from mini_sglang.weights.load import has_quantized_weights, load_dummy_weights, load_weights
+from mini_sglang.weights.load import has_quantized_weights, load_weights
 from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import mini_sglang.execution.worker
+from mini_sglang.kernels.cpu.kernels import CpuKernels
+from mini_sglang.kernels.interface import Matrix
+from mini_sglang.kernels.torch_kernels import TorchMatrix
+from mini_sglang.layers.placement import Placement
+from mini_sglang.parallel.sharding import copy_shard, shard_evenly, whole
 from mini_sglang.weights.load import load_weights
 from mini_sglang.weights.model_config import load_model_config
 from mini_sglang.weights.quantization import open_folder
 from mini_sglang.weights.quantization_config import Quantization, quantization_from_hf
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, WeightSlot
 from tests.tiny import (
     Checkpoints,
@@ -50,6 +58,37 @@ MODELS: dict[str, tuple[Format, dict[str, Any]]] = {
 }
 
 
+# Formats that kernels could multiply as they are, and an intermediate size that fits them: on 3 ranks, cuts go through
+# groups of 64 and 128 and through whole rows.
+KEPT = {
+    "fp8, blocks of 128 x 128": 200,
+    "fp8, per channel": 200,
+    "float-quantized, tensor": 200,
+    "int-quantized, channel": 200,
+    "int-quantized, groups of 32": 200,
+    "pack-quantized, groups of 128": 384,
+    "awq, groups of 64": 384,
+    "gptq, groups of 32": 384,
+}
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedWeight]:
+    """The matrices that layers kept as they are stored. They are multiplied, on every rank, by their dense values."""
+    matrices: list[QuantizedWeight] = []
+
+    def quantized_matrix(self: Any, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix:
+        matrices.append(weight)
+        return TorchMatrix(self, weight.dense(), bias)
+
+    def keeping(*settings: Any, **named: Any) -> Placement:
+        return replace(Placement(*settings, **named), packed=True)
+
+    monkeypatch.setattr(CpuKernels, "quantized_matrix", quantized_matrix)
+    monkeypatch.setattr(mini_sglang.execution.worker, "Placement", keeping)
+    return matrices
+
+
 @pytest.fixture(autouse=True)
 def thread_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_thread_workers(monkeypatch)
@@ -61,13 +100,29 @@ def assert_same_weights(checkpoint: TinyCheckpoint) -> None:
     values: dict[str, torch.Tensor] = {}
 
     def keeper(name: str) -> Callable[[CheckpointTensor], None]:
-        return lambda tensor: values.update({name: tensor.dense().float()})
+        def keep(tensor: CheckpointTensor) -> None:
+            values[name] = tensor.dense().float()
+            assert_same_parts(tensor)
+
+        return keep
 
     slots = {name: WeightSlot(tuple(value.shape), keeper(name)) for name, value in state.items()}
     load_weights(checkpoint.source, load_model_config(checkpoint.source), slots, show_progress=False)
     assert set(values) == set(state)
     for name, value in state.items():
         assert torch.equal(values[name], value), name
+
+
+def assert_same_parts(tensor: CheckpointTensor) -> None:
+    """What each of three ranks fills its part with is that part of the dense values, along either dimension."""
+    dense = tensor.dense()
+    for cut in range(dense.ndim):
+        for rank in range(3):
+            shards = [shard_evenly(n, rank, 3, 16) if at == cut else whole(n) for at, n in enumerate(dense.shape)]
+            target, expected = (torch.full([shard.size for shard in shards], torch.nan) for _ in range(2))
+            tensor.copy_to(target, *shards)
+            copy_shard(expected, dense, *shards)
+            assert torch.equal(target, expected), tensor.name
 
 
 def per_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -85,6 +140,12 @@ def per_expert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return named
 
 
+def without_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def assert_same_tokens(checkpoint: TinyCheckpoint, ranks: tuple[int, ...]) -> None:
     prompts = make_ragged_prompts(4, 320)
     expected = [greedy_ids(checkpoint.model, prompt, 8) for prompt in prompts]
@@ -98,7 +159,7 @@ def assert_same_tokens(checkpoint: TinyCheckpoint, ranks: tuple[int, ...]) -> No
 def test_every_format_is_its_dequantised_weights(name: str, checkpoints: Checkpoints) -> None:
     checkpoint = write(checkpoints, FORMATS[name])
     assert_same_weights(checkpoint)
-    assert_same_tokens(checkpoint, (1, 2))
+    assert_same_tokens(checkpoint, (1, 2, 3))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,7 +167,16 @@ def test_biases_experts_and_heads(name: str, checkpoints: Checkpoints) -> None:
     form, config = MODELS[name]
     checkpoint = write(checkpoints, form, **config)
     assert_same_weights(checkpoint)
-    assert_same_tokens(checkpoint, (1, 3))
+    assert_same_tokens(checkpoint, (1, 2, 3))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_matrices_that_ranks_keep_as_they_are_stored_are_the_dequantised_ones(
+    name: str, checkpoints: Checkpoints, kept: list[QuantizedWeight]
+) -> None:
+    checkpoint = write(checkpoints, FORMATS[name], intermediate_size=KEPT[name])
+    assert_same_tokens(checkpoint, (1, 2, 3))
+    assert len(kept) == (1 + 2 + 3) * 2 * 4  # on each rank qkv, o, gate and up, and down of both layers
 
 
 # -- what compressed-tensors itself wrote ------------------------------------------------------------------------------
@@ -238,6 +308,37 @@ def test_a_refused_checkpoint_does_not_begin_to_load(checkpoints: Checkpoints) -
         pass
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "stated"),
+    [
+        ("gptq, groups of 32, desc_act", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True}),
+        ("awq, groups of 64", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True}),
+        ("awq, groups of 64", "quantize_config.json", {"bits": 4, "group_size": 64, "zero_point": True}),
+    ],
+)
+def test_a_config_in_a_file_of_its_own_is_read(
+    name: str, file: str, stated: dict[str, Any], checkpoints: Checkpoints
+) -> None:
+    checkpoint = write(checkpoints, FORMATS[name])
+    without_config(checkpoint.path)
+    of_tool = {"damp_percent": 0.01, "sym": False, "model_file_base_name": "model", **stated}
+    (checkpoint.path / file).write_text(json.dumps(of_tool))
+    assert_same_weights(checkpoint)
+
+
+def test_what_config_json_says_comes_before_a_file_of_its_own(checkpoints: Checkpoints) -> None:
+    checkpoint = write(checkpoints, FORMATS["gptq, groups of 32"])
+    (checkpoint.path / "quantize_config.json").write_text(json.dumps({"bits": 8, "group_size": 64}))
+    assert_same_weights(checkpoint)
+
+
+def test_a_file_of_its_own_is_refused_by_name_before_anything_loads(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints.write("llama")
+    (checkpoint.path / "quantize_config.json").write_text(json.dumps({"bits": 3, "group_size": 64}))
+    with pytest.raises(ValueError, match=r"quant_method 'gptq'.*bits 3"):
+        load_model_config(checkpoint.source)
+
+
 # -- tensors that do not fit the config --------------------------------------------------------------------------------
 
 MODULE = "model.layers.1.mlp.up_proj"  # [200, 160]
@@ -299,9 +400,7 @@ def test_a_quantised_module_that_the_config_ignores_is_named(checkpoints: Checkp
 
 def test_quantised_weights_without_a_config_are_refused(checkpoints: Checkpoints) -> None:
     folder = write(checkpoints, FORMATS["awq, groups of 64"]).path
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    without_config(folder)
     with pytest.raises(WeightsError, match=r"has no quantization_config: .*qweight \(I32\)"):
         open_folder(folder, ())
 
