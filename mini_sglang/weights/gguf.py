@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under Hugging Face names, in Hugging Face's row order, dequantised or as they are stored.
 
-The layouts of blocks are the `gguf` package's business, except those of Q4_0 and Q4_1, which `quantized` returns as
-they are stored. It knows no model, only which rows llama.cpp reorders.
+`quantized` returns blocks as they are stored: those of Q4_0 and Q4_1 are unpacked here, the others in `gguf_blocks.py`.
+It knows no model, only which rows llama.cpp reorders.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.gguf_blocks import BLOCK_TYPES, unpack_blocks
 from mini_sglang.weights.gguf_file import GGUFFile, TensorInfo
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
@@ -24,6 +25,7 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 _TYPES = GGMLQuantizationType
 _SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FOUR_BIT_TYPES = frozenset({_TYPES.Q4_0, _TYPES.Q4_1})
+QUANTIZED_TYPES = FOUR_BIT_TYPES | set(BLOCK_TYPES)
 _CHUNK_BYTES = 1 << 20  # stored bytes to dequantise at a time: bounds the temporaries, which are several times larger
 _GROUP_SIZE = 32  # weights per block of Q4_0 and Q4_1
 
@@ -106,6 +108,8 @@ def _tensor(
         return rows[half_split_order(rows.shape[0], heads)]
 
     def quantized() -> QuantizedWeight | None:
+        if info.type in BLOCK_TYPES:
+            return unpack_blocks(read(), info.type)
         if info.type not in FOUR_BIT_TYPES:
             return None
         q, scale, minimum = (torch.from_numpy(array) for array in _unpack(read(), info.type))

@@ -8,6 +8,7 @@ bits; all arithmetic is float32. `TorchKernels` and the reference attention defi
 from __future__ import annotations
 
 import math
+import struct
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ from numba.extending import intrinsic
 
 _ROWS_PER_ITEM = 8  # that a thread takes at a time
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True, "cache": True
 }  # fmt: skip
-_compile = cfunc("void(voidptr)", **_OPTIONS)
+_compile = cfunc("void(voidptr)", **OPTIONS)
 
 
 class Compiled(NamedTuple):
@@ -41,18 +42,18 @@ def compiled_for(element: Any) -> Compiled:
     def rms_norm(data):
         _, x_at, weight_at, out_at, rows, size = carray(data, (6,), np.int64)
         eps = carray(data, (7,), np.float64)[6]
-        x, out = carray(_pointer(x_at), (rows, size), element), carray(_pointer(out_at), (rows, size), element)
-        weight = carray(_pointer(weight_at), (size,), element)
+        x, out = carray(pointer(x_at), (rows, size), element), carray(pointer(out_at), (rows, size), element)
+        weight = carray(pointer(weight_at), (size,), element)
         first = next_work_item(data) * _ROWS_PER_ITEM
         while first < rows:
             for row in range(first, min(first + _ROWS_PER_ITEM, rows)):
                 total = np.float32(0)
                 for i in range(size):
-                    value = _widen(x[row, i])
+                    value = widen(x[row, i])
                     total += value * value
                 scale = np.float32(1 / math.sqrt(total / size + eps))
                 for i in range(size):
-                    out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
+                    out[row, i] = narrow(widen(x[row, i]) * scale * widen(weight[i]), weight[i])
             first = next_work_item(data) * _ROWS_PER_ITEM
 
     @_compile
@@ -62,15 +63,15 @@ def compiled_for(element: Any) -> Compiled:
         tokens, num_heads, kv_heads, size, context, num_cells = numbers[11:]
         eps = carray(data, (18,), np.float64)[17]
         half = size // 2
-        qkv = carray(_pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), element)
-        cos = carray(_pointer(cos_at), (context, half), element)
-        sin = carray(_pointer(sin_at), (context, half), element)
-        positions = carray(_pointer(positions_at), (tokens,), np.int64)
-        cells = carray(_pointer(cells_at), (tokens,), np.int64)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), element)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), element)
-        q_norm, k_norm = carray(_pointer(q_norm_at), (size,), element), carray(_pointer(k_norm_at), (size,), element)
-        q = carray(_pointer(q_at), (tokens, num_heads, size), element)
+        qkv = carray(pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), element)
+        cos = carray(pointer(cos_at), (context, half), element)
+        sin = carray(pointer(sin_at), (context, half), element)
+        positions = carray(pointer(positions_at), (tokens,), np.int64)
+        cells = carray(pointer(cells_at), (tokens,), np.int64)
+        keys = carray(pointer(keys_at), (num_cells, kv_heads, size), element)
+        values = carray(pointer(values_at), (num_cells, kv_heads, size), element)
+        q_norm, k_norm = carray(pointer(q_norm_at), (size,), element), carray(pointer(k_norm_at), (size,), element)
+        q = carray(pointer(q_at), (tokens, num_heads, size), element)
         norm = q_norm_at != 0 and k_norm_at != 0
         values_of_head = np.empty(size, np.float32)
         first = next_work_item(data) * _ROWS_PER_ITEM
@@ -80,26 +81,26 @@ def compiled_for(element: Any) -> Compiled:
                 for head in range(num_heads + kv_heads):
                     is_query = head < num_heads
                     for i in range(size):
-                        values_of_head[i] = _widen(qkv[token, head, i])
+                        values_of_head[i] = widen(qkv[token, head, i])
                     if norm:
                         total = np.float32(0)
                         for i in range(size):
                             total += values_of_head[i] * values_of_head[i]
                         scale = np.float32(1 / math.sqrt(total / size + eps))
                         for i in range(size):
-                            weight = _widen(q_norm[i]) if is_query else _widen(k_norm[i])
+                            weight = widen(q_norm[i]) if is_query else widen(k_norm[i])
                             values_of_head[i] *= scale * weight
                     for i in range(half):
                         a, b = values_of_head[i], values_of_head[half + i]
-                        c, s = _widen(cos[position, i]), _widen(sin[position, i])
+                        c, s = widen(cos[position, i]), widen(sin[position, i])
                         values_of_head[i] = a * c - b * s
                         values_of_head[half + i] = b * c + a * s
                     if is_query:
                         for i in range(size):
-                            q[token, head, i] = _narrow(values_of_head[i], cos[0, 0])
+                            q[token, head, i] = narrow(values_of_head[i], cos[0, 0])
                     else:
                         for i in range(size):
-                            keys[target, head - num_heads, i] = _narrow(values_of_head[i], cos[0, 0])
+                            keys[target, head - num_heads, i] = narrow(values_of_head[i], cos[0, 0])
                 for head in range(kv_heads):
                     for i in range(size):
                         values[target, head, i] = qkv[token, num_heads + kv_heads + head, i]
@@ -108,14 +109,14 @@ def compiled_for(element: Any) -> Compiled:
     @_compile
     def silu_mul(data):
         _, gate_up_at, out_at, tokens, size = carray(data, (5,), np.int64)
-        gate_up = carray(_pointer(gate_up_at), (tokens, 2, size), element)
-        out = carray(_pointer(out_at), (tokens, size), element)
+        gate_up = carray(pointer(gate_up_at), (tokens, 2, size), element)
+        out = carray(pointer(out_at), (tokens, size), element)
         first = next_work_item(data) * _ROWS_PER_ITEM
         while first < tokens:
             for token in range(first, min(first + _ROWS_PER_ITEM, tokens)):
                 for i in range(size):
-                    gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
-                    out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
+                    gate, up = widen(gate_up[token, 0, i]), widen(gate_up[token, 1, i])
+                    out[token, i] = narrow(gate / (np.float32(1) + exp(-gate)) * up, gate_up[token, 0, i])
             first = next_work_item(data) * _ROWS_PER_ITEM
 
     @_compile
@@ -124,12 +125,12 @@ def compiled_for(element: Any) -> Compiled:
         _, q_at, keys_at, values_at, page_table_at, lengths_at, out_at = numbers[:7]
         rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
         group = num_heads // kv_heads
-        q = carray(_pointer(q_at), (rows, kv_heads, group, size), element)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), element)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), element)
-        page_table = carray(_pointer(page_table_at), (rows, table_width), np.int64)
-        lengths = carray(_pointer(lengths_at), (rows,), np.int64)
-        out = carray(_pointer(out_at), (rows, kv_heads, group, size), element)
+        q = carray(pointer(q_at), (rows, kv_heads, group, size), element)
+        keys = carray(pointer(keys_at), (num_cells, kv_heads, size), element)
+        values = carray(pointer(values_at), (num_cells, kv_heads, size), element)
+        page_table = carray(pointer(page_table_at), (rows, table_width), np.int64)
+        lengths = carray(pointer(lengths_at), (rows,), np.int64)
+        out = carray(pointer(out_at), (rows, kv_heads, group, size), element)
         scores = np.empty((group, table_width * page_size), np.float32)
         query, acc = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
         scale = np.float32(1 / math.sqrt(size))
@@ -141,7 +142,7 @@ def compiled_for(element: Any) -> Compiled:
             pages = range(seen_from // page_size, (length + page_size - 1) // page_size)
             for head in range(group):
                 for i in range(size):
-                    query[head, i] = _widen(q[row, kv_head, head, i]) * scale
+                    query[head, i] = widen(q[row, kv_head, head, i]) * scale
                     acc[head, i] = 0
             for page in pages:
                 begin = page * page_size
@@ -150,7 +151,7 @@ def compiled_for(element: Any) -> Compiled:
                     for head in range(group):
                         score = np.float32(0)
                         for i in range(size):
-                            score += query[head, i] * _widen(keys[shift + position, kv_head, i])
+                            score += query[head, i] * widen(keys[shift + position, kv_head, i])
                         scores[head, position] = score
             for head in range(group):
                 best = scores[head, seen_from]
@@ -158,7 +159,7 @@ def compiled_for(element: Any) -> Compiled:
                     best = max(best, scores[head, position])
                 total = np.float32(0)
                 for position in range(seen_from, length):
-                    scores[head, position] = _exp(scores[head, position] - best)
+                    scores[head, position] = exp(scores[head, position] - best)
                     total += scores[head, position]
                 for position in range(seen_from, length):
                     scores[head, position] /= total
@@ -169,17 +170,23 @@ def compiled_for(element: Any) -> Compiled:
                     for head in range(group):
                         weight = scores[head, position]
                         for i in range(size):
-                            acc[head, i] += weight * _widen(values[shift + position, kv_head, i])
+                            acc[head, i] += weight * widen(values[shift + position, kv_head, i])
             for head in range(group):
                 for i in range(size):
-                    out[row, kv_head, head, i] = _narrow(acc[head, i], keys[0, 0, 0])
+                    out[row, kv_head, head, i] = narrow(acc[head, i], keys[0, 0, 0])
             item = next_work_item(data)
 
     return Compiled(rms_norm, rope_store, silu_mul, attend)
 
 
+@cache
+def float_bits(number: float) -> int:
+    """The bits of a float64, as an int64: how a kernel is passed one."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
 @intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def pointer(typing_context: Any, address: Any) -> Any:
     """An address as the pointer that `carray` takes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -189,7 +196,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _widen(typing_context: Any, value: Any) -> Any:
+def widen(typing_context: Any, value: Any) -> Any:
     """A float32 as it is, or the float32 whose upper half is the 16 bits of a bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -202,7 +209,7 @@ def _widen(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
+def narrow(typing_context: Any, value: Any, like: Any) -> Any:
     """A float32 as an element of the type of `like`: itself, or the bits of the nearest bfloat16 (ties to even)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -230,7 +237,7 @@ def _power_of_two(typing_context: Any, exponent: Any) -> Any:
 
 
 @njit(inline="always")
-def _exp(x):
+def exp(x):
     """exp(x) in float32 to about 2e-7, free of branches and calls so that loops over it become vector code.
 
     exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial.

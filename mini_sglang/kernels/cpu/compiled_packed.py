@@ -1,0 +1,366 @@
+"""The code of products with packed weights, compiled by Numba: activations in 8 bits, integer sums, float32 between.
+
+A row of activations is quantised by blocks of 32 inputs (16 where the weight has groups of 16): x = scale * x8. Of each
+block an integer instruction multiplies 4 inputs of 8 or 16 outputs at a time, and its sum, which is exact, is scaled
+and added to a float32 per output. Lanes are outputs and blocks are added in order, so a row's result has the same bits
+in every batch, on every number of threads and with every instruction. `packed.py` says how weights and rows lie in
+memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from mini_sglang.kernels.cpu.compiled import OPTIONS, exp, narrow, next_work_item, pointer, widen
+
+TILE = 16  # outputs that lie together
+LANES = {"avx512vnni": 16, "avxvnni": 8, "avx2": 8, "portable": 8}  # outputs per vector, by instruction set
+ROWS_PER_PASS = {"avx512vnni": 8, "avxvnni": 4, "avx2": 4, "portable": 4}  # as many as registers hold sums of
+ROW_BLOCK_EXTRA = 8  # bytes of a block of a row beside its inputs: float32 scale, int32 sum
+_LANES = 8  # of the sum of a norm
+ROWS_PER_ITEM = 64  # that a thread multiplies with one tile
+
+# Without `fastmath` the source alone says what a result is, whatever the compiler makes of it where.
+_compile = cfunc("void(voidptr)", **{**OPTIONS, "fastmath": False})
+_int8, _int16, _int32, _float32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+class CompiledPacked(NamedTuple):
+    """The kernels, objects of `numba.cfunc` of type void(voidptr)."""
+
+    quantise: Any
+    multiply: Any
+
+
+def best_instruction() -> str:
+    """The fastest of `INSTRUCTIONS` that this processor has."""
+    features = binding.get_host_cpu_features()
+    if features.get("avx512vnni") and features.get("avx512vl"):
+        return "avx512vnni"
+    if features.get("avxvnni"):
+        return "avxvnni"
+    return "avx2" if features.get("avx2") else "portable"
+
+
+@cache
+def compiled_packed(element: Any, bits: int, block: int, has_minimum: bool, instruction: str) -> CompiledPacked:
+    """The kernels over tensors of one element type (float32, or uint16 for the bits of bfloat16) and weights of `bits`.
+
+    Weights have `block` inputs to a block.
+    """
+    tile_block_bytes = _Form(bits, block, instruction).tile_bytes(has_minimum)
+    passed = ROWS_PER_PASS[instruction]
+
+    @_compile
+    def quantise(data):
+        _, x_at, norm_at, into, rows, size, group, row_bytes = carray(data, (8,), np.int64)
+        eps = carray(data, (9,), np.float64)[8]
+        x = carray(pointer(x_at), (rows, size), element)
+        norm = carray(pointer(norm_at), (size if norm_at else 0,), element)
+        row = next_work_item(data)
+        while row < rows:
+            _quantise_row(x, row, group, block, norm, eps, into + row * row_bytes)
+            row = next_work_item(data)
+
+    @_compile
+    def multiply(data):
+        numbers = carray(data, (14,), np.int64)
+        _, x8_at, weights_at, bias_at, addend_at, out_at = numbers[:6]
+        rows, outputs, blocks, gated, x_at, norm_at, size, group = numbers[6:]
+        eps = carray(data, (15,), np.float64)[14]
+        row_bytes, tile_bytes = blocks * (block + ROW_BLOCK_EXTRA), blocks * tile_block_bytes
+        own = np.empty(rows * row_bytes if x_at else 0, np.uint8)
+        if x_at:  # few rows: every thread quantises them for itself
+            x8_at = own.ctypes.data
+            x = carray(pointer(x_at), (rows, size), element)
+            norm = carray(pointer(norm_at), (size if norm_at else 0,), element)
+            for row in range(rows):
+                _quantise_row(x, row, group, block, norm, eps, x8_at + row * row_bytes)
+        bias = carray(pointer(bias_at), (outputs if bias_at else 0,), element)
+        width = outputs // 2 if gated else outputs
+        addend = carray(pointer(addend_at), (rows if addend_at else 0, width), element)
+        out = carray(pointer(out_at), (rows, width), element)
+        tiles = (width + TILE - 1) // TILE
+        sums = np.empty((2, passed, TILE), np.float32)
+        item = next_work_item(data)
+        while item < tiles * ((rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM):
+            tile, begin = item % tiles, item // tiles * ROWS_PER_ITEM
+            end, first = min(begin + ROWS_PER_ITEM, rows), tile * TILE
+            count = min(TILE, width - first)
+            while begin < end:
+                step, x8 = min(passed, end - begin), x8_at + begin * row_bytes
+                for half in range(2 if gated else 1):
+                    weights, into = weights_at + (half * tiles + tile) * tile_bytes, sums[half].ctypes.data
+                    if step == 1:
+                        _product(x8, 1, row_bytes, weights, blocks, into, 1, bits, block, has_minimum, instruction)
+                    else:
+                        _product(
+                            x8, step, row_bytes, weights, blocks, into, passed, bits, block, has_minimum, instruction
+                        )
+                for row in range(step):
+                    if bias_at:
+                        for half in range(2 if gated else 1):
+                            for i in range(count):
+                                sums[half, row, i] += widen(bias[half * width + first + i])
+                    if gated:
+                        for i in range(count):
+                            gate = sums[0, row, i]
+                            sums[0, row, i] = gate / (np.float32(1) + exp(-gate)) * sums[1, row, i]
+                    if addend_at:
+                        for i in range(count):
+                            sums[0, row, i] += widen(addend[begin + row, first + i])
+                    for i in range(count):
+                        out[begin + row, first + i] = narrow(sums[0, row, i], out[begin + row, first + i])
+                begin += step
+            item = next_work_item(data)
+
+    return CompiledPacked(quantise, multiply)
+
+
+@njit(inline="always")
+def _quantise_row(x, row, group, block, norm, eps, into):
+    """One row, normalised first if there is a norm, to the bytes from `into` on."""
+    size = x.shape[1]
+    factor = np.float32(1)
+    if norm.size:
+        totals = np.zeros(_LANES, np.float32)
+        for first in range(0, size, _LANES):
+            for lane in range(min(_LANES, size - first)):
+                value = widen(x[row, first + lane])
+                totals[lane] += value * value
+        total = np.float32(0)
+        for lane in range(_LANES):
+            total += totals[lane]
+        factor = np.float32(1 / math.sqrt(total / size + eps))
+    values = np.empty(block, np.float32)
+    at = into
+    for start in range(0, size, group):
+        for first in range(start, start + group, block):
+            count = max(0, min(block, min(start + group, size) - first))
+            for i in range(count):
+                values[i] = widen(x[row, first + i])
+            if norm.size:
+                for i in range(count):
+                    values[i] = values[i] * factor * widen(norm[first + i])
+            for i in range(count, block):
+                values[i] = 0
+            most_bits = np.int32(0)  # as integers, so that NaN is the largest
+            for i in range(block):
+                most_bits = max(most_bits, _bits(abs(values[i])))
+            most = _float(most_bits)
+            inverse = np.float32(127) / most if most > 0 else np.float32(0)
+            x8 = carray(pointer(at), (block,), np.int8)
+            total8 = np.int32(0)
+            for i in range(block):
+                rounded = np.int32(np.rint(values[i] * inverse))
+                x8[i] = rounded
+                total8 += rounded
+            carray(pointer(at + block), (1,), np.float32)[0] = most / np.float32(127)
+            carray(pointer(at + block + 4), (1,), np.int32)[0] = total8
+            at += block + ROW_BLOCK_EXTRA
+
+
+# -- the product of a few rows and a tile ------------------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)
+def _product(
+    typing_context: Any,
+    x8: Any,
+    rows: Any,
+    row_bytes: Any,
+    weights: Any,
+    blocks: Any,
+    sums: Any,
+    most_rows: Any,
+    bits: Any,
+    block: Any,
+    has_minimum: Any,
+    instruction: Any,
+) -> Any:
+    """Write the products of `rows` quantised rows with one tile to `sums` [most_rows, TILE] float32.
+
+    The first six are int64s (three of them addresses), the others literals. With fewer rows than `most_rows` the last
+    one is computed more than once.
+    """
+    most, form = most_rows.literal_value, _Form(bits.literal_value, block.literal_value, instruction.literal_value)
+    lanes = LANES[form.instruction]
+    parts = range(TILE // lanes)  # vectors of outputs
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        x8, rows, row_bytes, weights, blocks, sums = arguments[:6]
+        floats = ir.VectorType(_float32, lanes)
+        last = builder.sub(rows, rows.type(1))
+        of_rows = [x8]
+        for row in range(1, most):
+            index = builder.select(builder.icmp_signed("<", rows.type(row), rows), rows.type(row), last)
+            of_rows.append(builder.add(x8, builder.mul(index, row_bytes)))
+        totals = [[cgutils.alloca_once_value(builder, floats(None)) for _ in parts] for _ in range(most)]
+        for total in itertools.chain(*totals):
+            builder.store(floats(None), total)
+        with cgutils.for_range(builder, blocks) as loop:
+            tile = builder.add(weights, builder.mul(loop.index, rows.type(form.tile_bytes(has_minimum.literal_value))))
+            inputs = builder.mul(loop.index, rows.type(form.block + ROW_BLOCK_EXTRA))
+            x_blocks = [builder.add(row, inputs) for row in of_rows]
+            integers = _integer_sums(builder, form, x_blocks, tile)
+            for row, at in enumerate(x_blocks):
+                x_scale = _load(builder, _float32, at, form.block)
+                x_sum = builder.fmul(builder.sitofp(_load(builder, _int32, at, form.block + 4), _float32), x_scale)
+                for part in parts:
+                    total = builder.load(totals[row][part])
+                    after = form.weight_bytes + 4 * lanes * part
+                    scale = builder.fmul(_load(builder, floats, tile, after), _splat(builder, x_scale, lanes))
+                    total = _fma(builder, builder.sitofp(integers[row][part], floats), scale, total)
+                    if has_minimum.literal_value:
+                        minimum = _load(builder, floats, tile, after + 4 * TILE)
+                        total = _fma(builder, minimum, _splat(builder, x_sum, lanes), total)
+                    builder.store(total, totals[row][part])
+        for row in range(most):
+            for part in parts:
+                at = _address(builder, floats, sums, 4 * (TILE * row + lanes * part))
+                builder.store(builder.load(totals[row][part]), at, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, most_rows, bits, block, has_minimum, instruction), generate
+
+
+class _Form(NamedTuple):
+    """How weights lie in memory, and what multiplies them."""
+
+    bits: int
+    block: int
+    instruction: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a tile's block, without scales."""
+        return TILE * self.block * self.bits // 8
+
+    def tile_bytes(self, has_minimum: bool) -> int:
+        """Of a tile's block."""
+        return self.weight_bytes + TILE * (8 if has_minimum else 4)
+
+
+def _integer_sums(
+    builder: ir.IRBuilder, form: _Form, x_blocks: Sequence[ir.Value], tile: ir.Value
+) -> list[list[ir.Value]]:
+    """One block of every row times one block of a tile -> int32 vectors by row and part"""
+    lanes = LANES[form.instruction]
+    parts = range(TILE // lanes)
+    quad, bytes_ = 4 * TILE, ir.VectorType(_int8, 4 * lanes)  # 4 inputs of every output
+    sums = [[_first_sum(builder, form, x_block)] * len(parts) for x_block in x_blocks]
+    stored: list[ir.Value] = []
+    for step in range(form.block // 4):
+        if form.bits == 8:
+            weights = [_load(builder, bytes_, tile, quad * step + 4 * lanes * part) for part in parts]
+        elif step % 2 == 0:  # the low halves of bytes are the weights of this step, the high halves those of the next
+            stored = [_load(builder, bytes_, tile, quad * (step // 2) + 4 * lanes * part) for part in parts]
+            weights = [builder.and_(value, _constant(bytes_, 15)) for value in stored]
+        else:
+            weights = [builder.lshr(value, _constant(bytes_, 4)) for value in stored]
+        for row, x_block in enumerate(x_blocks):
+            inputs = _splat(builder, _load(builder, _int32, x_block, 4 * step), lanes)
+            inputs = builder.bitcast(inputs, bytes_)
+            for part in parts:
+                sums[row][part] = _add_products(builder, form, sums[row][part], weights[part], inputs)
+    return [[_last_sum(builder, form, value) for value in of_row] for of_row in sums]
+
+
+# What an instruction set computes of one step, 4 inputs to each of its lanes. Weights are 0 to 15 or int8, inputs int8.
+
+
+def _first_sum(builder: ir.IRBuilder, form: _Form, x_block: ir.Value) -> ir.Value:
+    lanes = LANES[form.instruction]
+    if form.instruction == "avx2" and form.bits == 4:
+        return ir.VectorType(_int16, 2 * lanes)(None)
+    if form.instruction.endswith("vnni") and form.bits == 8:  # its weights have 128 too much
+        x_sum = _load(builder, _int32, x_block, form.block + 4)
+        return _splat(builder, builder.mul(x_sum, _int32(-128)), lanes)
+    return ir.VectorType(_int32, lanes)(None)
+
+
+def _add_products(builder: ir.IRBuilder, form: _Form, sums: ir.Value, weights: ir.Value, inputs: ir.Value) -> ir.Value:
+    lanes = LANES[form.instruction]
+    bytes_, words = weights.type, ir.VectorType(_int32, lanes)
+    if form.instruction.endswith("vnni"):  # unsigned times signed bytes, added in fours to int32
+        if form.bits == 8:
+            weights = builder.xor(weights, _constant(bytes_, 128))
+        operands = [sums, builder.bitcast(weights, words), builder.bitcast(inputs, words)]
+        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", words, operands)
+    if form.instruction == "avx2":  # unsigned times signed bytes, added in twos to int16, saturating
+        shorts = ir.VectorType(_int16, 2 * lanes)
+        if form.bits == 4:  # at most 8 steps of 2 * 15 * 127: fits
+            return builder.add(sums, _call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, inputs]))
+        inputs = _call(builder, "llvm.x86.avx2.psign.b", bytes_, [inputs, weights])
+        negative = builder.icmp_signed("<", weights, bytes_(None))
+        weights = builder.select(negative, builder.sub(bytes_(None), weights), weights)  # 128 at most: fits
+        pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, inputs])
+        return builder.add(sums, _call(builder, "llvm.x86.avx2.pmadd.wd", words, [pairs, _constant(shorts, 1)]))
+    wide = ir.VectorType(_int32, 4 * lanes)
+    products = builder.mul(
+        builder.zext(weights, wide) if form.bits == 4 else builder.sext(weights, wide), builder.sext(inputs, wide)
+    )
+    for first in range(4):
+        every_fourth = ir.Constant(words, list(range(first, 4 * lanes, 4)))
+        sums = builder.add(sums, builder.shuffle_vector(products, wide(ir.Undefined), every_fourth))
+    return sums
+
+
+def _last_sum(builder: ir.IRBuilder, form: _Form, sums: ir.Value) -> ir.Value:
+    if sums.type.element == _int32:
+        return sums
+    words = ir.VectorType(_int32, LANES[form.instruction])
+    return _call(builder, "llvm.x86.avx2.pmadd.wd", words, [sums, _constant(sums.type, 1)])
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, operands: Sequence[ir.Value]) -> ir.Value:
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
+
+
+def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return _call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
+
+
+def _constant(kind: ir.VectorType, value: int) -> ir.Value:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+    kind = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(kind(ir.Undefined), value, _int32(0))
+    return builder.shuffle_vector(first, kind(ir.Undefined), ir.VectorType(_int32, lanes)(None))
+
+
+def _address(builder: ir.IRBuilder, kind: ir.Type, base: ir.Value, offset: int) -> ir.Value:
+    return builder.inttoptr(builder.add(base, base.type(offset)), kind.as_pointer())
+
+
+def _load(builder: ir.IRBuilder, kind: ir.Type, base: ir.Value, offset: int) -> ir.Value:
+    return builder.load(_address(builder, kind, base, offset), align=4)
+
+
+@intrinsic
+def _bits(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _int32)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def _float(typing_context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _float32)
+
+    return types.float32(types.int32), generate
