@@ -24,8 +24,6 @@ from numba.extending import intrinsic
 from mini_sglang.kernels.cpu.compiled import OPTIONS, exp, narrow, next_work_item, pointer, widen
 
 TILE = 16  # outputs that lie together
-LANES = {"avx512vnni": 16, "avxvnni": 8, "avx2": 8, "portable": 8}  # outputs per vector, by instruction set
-ROWS_PER_PASS = {"avx512vnni": 8, "avxvnni": 4, "avx2": 4, "portable": 4}  # as many as registers hold sums of
 ROW_BLOCK_EXTRA = 8  # bytes of a block of a row beside its inputs: float32 scale, int32 sum
 _LANES = 8  # of the sum of a norm
 ROWS_PER_ITEM = 64  # that a thread multiplies with one tile
@@ -33,6 +31,48 @@ ROWS_PER_ITEM = 64  # that a thread multiplies with one tile
 # Without `fastmath` the source alone says what a result is, whatever the compiler makes of it where.
 _compile = cfunc("void(voidptr)", **{**OPTIONS, "fastmath": False})
 _int8, _int16, _int32, _float32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+class PackedForm(NamedTuple):
+    """How weights lie in memory, and the instruction set that multiplies them."""
+
+    bits: int  # of a weight: 4 (0 to 15) or 8 (int8)
+    block: int  # inputs
+    scale_bits: int  # of a scale or minimum, a float: 16 or 32
+    has_minimum: int  # 0 or 1
+    instruction: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a tile's block, without scales."""
+        return TILE * self.block * self.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scales of a tile's block."""
+        return TILE * self.scale_bits // 8
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a tile's block."""
+        return self.weight_bytes + self.scale_bytes * (1 + self.has_minimum)
+
+    @property
+    def lanes(self) -> int:
+        """Outputs per vector."""
+        return 16 if self.instruction == "avx512vnni" else 8
+
+    @property
+    def rows(self) -> int:
+        """That are multiplied in one pass: as many as registers hold sums of."""
+        return 8 if self.instruction == "avx512vnni" else 4
+
+    @staticmethod
+    def of(literal: types.StringLiteral) -> PackedForm:
+        """The form that an intrinsic gets as the text of its fields."""
+        *numbers, instruction = literal.literal_value.split()
+        bits, block, scale_bits, has_minimum = map(int, numbers)
+        return PackedForm(bits, block, scale_bits, has_minimum, instruction)
 
 
 class CompiledPacked(NamedTuple):
@@ -53,13 +93,10 @@ def best_instruction() -> str:
 
 
 @cache
-def compiled_packed(element: Any, bits: int, block: int, has_minimum: bool, instruction: str) -> CompiledPacked:
-    """The kernels over tensors of one element type (float32, or uint16 for the bits of bfloat16) and weights of `bits`.
-
-    Weights have `block` inputs to a block.
-    """
-    tile_block_bytes = _Form(bits, block, instruction).tile_bytes(has_minimum)
-    passed = ROWS_PER_PASS[instruction]
+def compiled_packed(element: Any, form: PackedForm) -> CompiledPacked:
+    """The kernels over tensors of one element type: float32, or uint16 for the bits of bfloat16."""
+    block, tile_block_bytes, passed = form.block, form.tile_bytes, form.rows
+    text = " ".join(map(str, form))
 
     @_compile
     def quantise(data):
@@ -67,9 +104,10 @@ def compiled_packed(element: Any, bits: int, block: int, has_minimum: bool, inst
         eps = carray(data, (9,), np.float64)[8]
         x = carray(pointer(x_at), (rows, size), element)
         norm = carray(pointer(norm_at), (size if norm_at else 0,), element)
+        values = np.empty(size + block, np.float32)
         row = next_work_item(data)
         while row < rows:
-            _quantise_row(x, row, group, block, norm, eps, into + row * row_bytes)
+            _quantise_row(x, row, group, block, norm, eps, values, into + row * row_bytes)
             row = next_work_item(data)
 
     @_compile
@@ -84,8 +122,9 @@ def compiled_packed(element: Any, bits: int, block: int, has_minimum: bool, inst
             x8_at = own.ctypes.data
             x = carray(pointer(x_at), (rows, size), element)
             norm = carray(pointer(norm_at), (size if norm_at else 0,), element)
+            values = np.empty(size + block, np.float32)
             for row in range(rows):
-                _quantise_row(x, row, group, block, norm, eps, x8_at + row * row_bytes)
+                _quantise_row(x, row, group, block, norm, eps, values, x8_at + row * row_bytes)
         bias = carray(pointer(bias_at), (outputs if bias_at else 0,), element)
         width = outputs // 2 if gated else outputs
         addend = carray(pointer(addend_at), (rows if addend_at else 0, width), element)
@@ -98,15 +137,14 @@ def compiled_packed(element: Any, bits: int, block: int, has_minimum: bool, inst
             end, first = min(begin + ROWS_PER_ITEM, rows), tile * TILE
             count = min(TILE, width - first)
             while begin < end:
-                step, x8 = min(passed, end - begin), x8_at + begin * row_bytes
+                step = min(passed, end - begin) if end - begin > passed // 2 else 1
+                x8 = x8_at + begin * row_bytes
                 for half in range(2 if gated else 1):
                     weights, into = weights_at + (half * tiles + tile) * tile_bytes, sums[half].ctypes.data
                     if step == 1:
-                        _product(x8, 1, row_bytes, weights, blocks, into, 1, bits, block, has_minimum, instruction)
+                        _product(x8, 1, row_bytes, weights, blocks, into, 1, text)
                     else:
-                        _product(
-                            x8, step, row_bytes, weights, blocks, into, passed, bits, block, has_minimum, instruction
-                        )
+                        _product(x8, step, row_bytes, weights, blocks, into, passed, text)
                 for row in range(step):
                     if bias_at:
                         for half in range(2 if gated else 1):
@@ -128,46 +166,74 @@ def compiled_packed(element: Any, bits: int, block: int, has_minimum: bool, inst
 
 
 @njit(inline="always")
-def _quantise_row(x, row, group, block, norm, eps, into):
-    """One row, normalised first if there is a norm, to the bytes from `into` on."""
+def _quantise_row(x, row, group, block, norm, eps, values, into):
+    """One row, normalised first if there is a norm, to the bytes from `into` on. `values` has room for it."""
     size = x.shape[1]
-    factor = np.float32(1)
+    for i in range(size):
+        values[i] = widen(x[row, i])
     if norm.size:
-        totals = np.zeros(_LANES, np.float32)
-        for first in range(0, size, _LANES):
-            for lane in range(min(_LANES, size - first)):
-                value = widen(x[row, first + lane])
-                totals[lane] += value * value
-        total = np.float32(0)
-        for lane in range(_LANES):
-            total += totals[lane]
-        factor = np.float32(1 / math.sqrt(total / size + eps))
-    values = np.empty(block, np.float32)
-    at = into
+        for i in range(size, size + _LANES):
+            values[i] = 0
+        factor = np.float32(1 / math.sqrt(_sum_of_squares(values.ctypes.data, size) / size + eps))
+        for i in range(size):
+            values[i] = values[i] * factor * widen(norm[i])
+    padded = values[size:]
     for start in range(0, size, group):
         for first in range(start, start + group, block):
             count = max(0, min(block, min(start + group, size) - first))
-            for i in range(count):
-                values[i] = widen(x[row, first + i])
-            if norm.size:
-                for i in range(count):
-                    values[i] = values[i] * factor * widen(norm[first + i])
-            for i in range(count, block):
-                values[i] = 0
-            most_bits = np.int32(0)  # as integers, so that NaN is the largest
-            for i in range(block):
-                most_bits = max(most_bits, _bits(abs(values[i])))
-            most = _float(most_bits)
-            inverse = np.float32(127) / most if most > 0 else np.float32(0)
-            x8 = carray(pointer(at), (block,), np.int8)
-            total8 = np.int32(0)
-            for i in range(block):
-                rounded = np.int32(np.rint(values[i] * inverse))
-                x8[i] = rounded
-                total8 += rounded
-            carray(pointer(at + block), (1,), np.float32)[0] = most / np.float32(127)
-            carray(pointer(at + block + 4), (1,), np.int32)[0] = total8
-            at += block + ROW_BLOCK_EXTRA
+            at = values.ctypes.data + 4 * first
+            if count < block:
+                for i in range(block):
+                    padded[i] = values[first + i] if i < count else np.float32(0)
+                at = padded.ctypes.data
+            _quantise_block(at, into, block)
+            into += block + ROW_BLOCK_EXTRA
+
+
+@intrinsic
+def _sum_of_squares(typing_context: Any, values: Any, count: Any) -> Any:
+    """The sum over `count` float32s at an address, rounded up to whole vectors, in an order that is always the same."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        values, count = arguments
+        floats = ir.VectorType(_float32, _LANES)
+        sums = cgutils.alloca_once_value(builder, floats(None))
+        builder.store(floats(None), sums)
+        vectors = builder.udiv(builder.add(count, count.type(_LANES - 1)), count.type(_LANES))
+        with cgutils.for_range(builder, vectors) as loop:
+            value = _load(builder, floats, builder.add(values, builder.mul(loop.index, count.type(4 * _LANES))), 0)
+            builder.store(builder.fadd(builder.load(sums), builder.fmul(value, value)), sums)
+        lanes = builder.load(sums)
+        return _call(builder, f"llvm.vector.reduce.fadd.v{_LANES}f32", _float32, [_float32(0.0), lanes])
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def _quantise_block(typing_context: Any, values: Any, into: Any, block: Any) -> Any:
+    """`block` float32s at an address -> at `into` as many int8s, their scale float32 and their sum int32."""
+    if not isinstance(block, types.IntegerLiteral):
+        return None
+    size = block.literal_value
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        values, into, _ = arguments
+        floats, words, bytes_ = (ir.VectorType(kind, size) for kind in (_float32, _int32, _int8))
+        x = _load(builder, floats, values, 0)
+        # as integers, without the sign, so that NaN is the largest
+        magnitudes = builder.and_(builder.bitcast(x, words), _constant(words, 0x7FFFFFFF))
+        most = builder.bitcast(_call(builder, f"llvm.vector.reduce.smax.v{size}i32", _int32, [magnitudes]), _float32)
+        some = builder.fcmp_unordered("!=", most, _float32(0.0))
+        inverse = builder.select(some, builder.fdiv(_float32(127.0), most), _float32(0.0))
+        scaled = builder.fmul(x, _splat(builder, inverse, size))
+        x8 = builder.fptosi(_call(builder, f"llvm.rint.v{size}f32", floats, [scaled]), words)
+        scale = builder.fdiv(most, _float32(127.0))
+        total = _call(builder, f"llvm.vector.reduce.add.v{size}i32", _int32, [x8])
+        for at, value in ((0, builder.trunc(x8, bytes_)), (size, scale), (size + 4, total)):
+            builder.store(value, _address(builder, value.type, into, at), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, block), generate
 
 
 # -- the product of a few rows and a tile ------------------------------------------------------------------------------
@@ -183,18 +249,15 @@ def _product(
     blocks: Any,
     sums: Any,
     most_rows: Any,
-    bits: Any,
-    block: Any,
-    has_minimum: Any,
-    instruction: Any,
+    form: Any,
 ) -> Any:
     """Write the products of `rows` quantised rows with one tile to `sums` [most_rows, TILE] float32.
 
-    The first six are int64s (three of them addresses), the others literals. With fewer rows than `most_rows` the last
-    one is computed more than once.
+    The first six are int64s (three of them addresses), the others literals: `form` as `PackedForm.of` reads it. With
+    fewer rows than `most_rows` the last one is computed more than once.
     """
-    most, form = most_rows.literal_value, _Form(bits.literal_value, block.literal_value, instruction.literal_value)
-    lanes = LANES[form.instruction]
+    most, kind = most_rows.literal_value, PackedForm.of(form)
+    lanes = kind.lanes
     parts = range(TILE // lanes)  # vectors of outputs
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -209,20 +272,20 @@ def _product(
         for total in itertools.chain(*totals):
             builder.store(floats(None), total)
         with cgutils.for_range(builder, blocks) as loop:
-            tile = builder.add(weights, builder.mul(loop.index, rows.type(form.tile_bytes(has_minimum.literal_value))))
-            inputs = builder.mul(loop.index, rows.type(form.block + ROW_BLOCK_EXTRA))
+            tile = builder.add(weights, builder.mul(loop.index, rows.type(kind.tile_bytes)))
+            inputs = builder.mul(loop.index, rows.type(kind.block + ROW_BLOCK_EXTRA))
             x_blocks = [builder.add(row, inputs) for row in of_rows]
-            integers = _integer_sums(builder, form, x_blocks, tile)
+            integers = _integer_sums(builder, kind, x_blocks, tile)
             for row, at in enumerate(x_blocks):
-                x_scale = _load(builder, _float32, at, form.block)
-                x_sum = builder.fmul(builder.sitofp(_load(builder, _int32, at, form.block + 4), _float32), x_scale)
+                x_scale = _load(builder, _float32, at, kind.block)
+                x_sum = builder.fmul(builder.sitofp(_load(builder, _int32, at, kind.block + 4), _float32), x_scale)
                 for part in parts:
                     total = builder.load(totals[row][part])
-                    after = form.weight_bytes + 4 * lanes * part
-                    scale = builder.fmul(_load(builder, floats, tile, after), _splat(builder, x_scale, lanes))
+                    after = kind.weight_bytes + kind.scale_bits // 8 * lanes * part
+                    scale = builder.fmul(_load_floats(builder, kind, tile, after), _splat(builder, x_scale, lanes))
                     total = _fma(builder, builder.sitofp(integers[row][part], floats), scale, total)
-                    if has_minimum.literal_value:
-                        minimum = _load(builder, floats, tile, after + 4 * TILE)
+                    if kind.has_minimum:
+                        minimum = _load_floats(builder, kind, tile, after + kind.scale_bytes)
                         total = _fma(builder, minimum, _splat(builder, x_sum, lanes), total)
                     builder.store(total, totals[row][part])
         for row in range(most):
@@ -231,31 +294,23 @@ def _product(
                 builder.store(builder.load(totals[row][part]), at, align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6, most_rows, bits, block, has_minimum, instruction), generate
+    return types.void(*[types.int64] * 6, most_rows, form), generate
 
 
-class _Form(NamedTuple):
-    """How weights lie in memory, and what multiplies them."""
-
-    bits: int
-    block: int
-    instruction: str
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of a tile's block, without scales."""
-        return TILE * self.block * self.bits // 8
-
-    def tile_bytes(self, has_minimum: bool) -> int:
-        """Of a tile's block."""
-        return self.weight_bytes + TILE * (8 if has_minimum else 4)
+def _load_floats(builder: ir.IRBuilder, form: PackedForm, tile: ir.Value, offset: int) -> ir.Value:
+    """The scales or minimums of a vector of outputs, in float32."""
+    lanes = form.lanes
+    floats = ir.VectorType(_float32, lanes)
+    if form.scale_bits == 32:
+        return _load(builder, floats, tile, offset)
+    return builder.fpext(_load(builder, ir.VectorType(ir.HalfType(), lanes), tile, offset), floats)
 
 
 def _integer_sums(
-    builder: ir.IRBuilder, form: _Form, x_blocks: Sequence[ir.Value], tile: ir.Value
+    builder: ir.IRBuilder, form: PackedForm, x_blocks: Sequence[ir.Value], tile: ir.Value
 ) -> list[list[ir.Value]]:
     """One block of every row times one block of a tile -> int32 vectors by row and part"""
-    lanes = LANES[form.instruction]
+    lanes = form.lanes
     parts = range(TILE // lanes)
     quad, bytes_ = 4 * TILE, ir.VectorType(_int8, 4 * lanes)  # 4 inputs of every output
     sums = [[_first_sum(builder, form, x_block)] * len(parts) for x_block in x_blocks]
@@ -279,8 +334,8 @@ def _integer_sums(
 # What an instruction set computes of one step, 4 inputs to each of its lanes. Weights are 0 to 15 or int8, inputs int8.
 
 
-def _first_sum(builder: ir.IRBuilder, form: _Form, x_block: ir.Value) -> ir.Value:
-    lanes = LANES[form.instruction]
+def _first_sum(builder: ir.IRBuilder, form: PackedForm, x_block: ir.Value) -> ir.Value:
+    lanes = form.lanes
     if form.instruction == "avx2" and form.bits == 4:
         return ir.VectorType(_int16, 2 * lanes)(None)
     if form.instruction.endswith("vnni") and form.bits == 8:  # its weights have 128 too much
@@ -289,8 +344,10 @@ def _first_sum(builder: ir.IRBuilder, form: _Form, x_block: ir.Value) -> ir.Valu
     return ir.VectorType(_int32, lanes)(None)
 
 
-def _add_products(builder: ir.IRBuilder, form: _Form, sums: ir.Value, weights: ir.Value, inputs: ir.Value) -> ir.Value:
-    lanes = LANES[form.instruction]
+def _add_products(
+    builder: ir.IRBuilder, form: PackedForm, sums: ir.Value, weights: ir.Value, inputs: ir.Value
+) -> ir.Value:
+    lanes = form.lanes
     bytes_, words = weights.type, ir.VectorType(_int32, lanes)
     if form.instruction.endswith("vnni"):  # unsigned times signed bytes, added in fours to int32
         if form.bits == 8:
@@ -316,10 +373,10 @@ def _add_products(builder: ir.IRBuilder, form: _Form, sums: ir.Value, weights: i
     return sums
 
 
-def _last_sum(builder: ir.IRBuilder, form: _Form, sums: ir.Value) -> ir.Value:
+def _last_sum(builder: ir.IRBuilder, form: PackedForm, sums: ir.Value) -> ir.Value:
     if sums.type.element == _int32:
         return sums
-    words = ir.VectorType(_int32, LANES[form.instruction])
+    words = ir.VectorType(_int32, form.lanes)
     return _call(builder, "llvm.x86.avx2.pmadd.wd", words, [sums, _constant(sums.type, 1)])
 
 
@@ -348,19 +405,3 @@ def _address(builder: ir.IRBuilder, kind: ir.Type, base: ir.Value, offset: int) 
 
 def _load(builder: ir.IRBuilder, kind: ir.Type, base: ir.Value, offset: int) -> ir.Value:
     return builder.load(_address(builder, kind, base, offset), align=4)
-
-
-@intrinsic
-def _bits(typing_context: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _int32)
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def _float(typing_context: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _float32)
-
-    return types.float32(types.int32), generate

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from mini_sglang.kernels.cpu.compiled import compiled_for, float_bits
-from mini_sglang.kernels.cpu.compiled_packed import best_instruction, compiled_packed
+from mini_sglang.kernels.cpu.compiled_packed import PackedForm, compiled_packed
 from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.cpu.packed import PackedMatrix
 from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
@@ -63,9 +63,9 @@ class CpuKernels:
     def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
         return PackedMatrix(self, weight, bias) if PackedMatrix.supports(weight) else None
 
-    def packed_kernels(self, bits: int, block: int, has_minimum: bool) -> tuple[ParallelKernel, ParallelKernel]:
+    def packed_kernels(self, form: PackedForm) -> tuple[ParallelKernel, ParallelKernel]:
         """What quantises rows, and what multiplies them with weights of this form."""
-        compiled = compiled_packed(self._element, bits, block, has_minimum, best_instruction())
+        compiled = compiled_packed(self._element, form)
         return ParallelKernel(compiled.quantise), ParallelKernel(compiled.multiply)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:

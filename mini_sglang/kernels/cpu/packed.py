@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mini_sglang.kernels.cpu.compiled import float_bits
-from mini_sglang.kernels.cpu.compiled_packed import ROW_BLOCK_EXTRA, TILE
+from mini_sglang.kernels.cpu.compiled_packed import ROW_BLOCK_EXTRA, TILE, PackedForm, best_instruction
 from mini_sglang.kernels.interface import Norm, Residual
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
@@ -32,12 +32,10 @@ class PackedMatrix:
         self._kernels, self._bias = kernels, bias
         self._out, self._in = weight.q.shape
         self._group = min(weight.group_size, self._in)
-        self._block = 16 if self._group == 16 else 32
-        self._blocks = weight.scale.shape[1] * -(-self._group // self._block)
-        self._quantise, self._multiply = kernels.packed_kernels(
-            4 if weight.q.dtype == torch.uint8 else 8, self._block, weight.minimum is not None
-        )
-        self._tiles = pack(weight, self._group, self._block)
+        self._form = form_of(weight)
+        self._blocks = weight.scale.shape[1] * -(-self._group // self._form.block)
+        self._quantise, self._multiply = kernels.packed_kernels(self._form)
+        self._tiles = pack(weight, self._form)
 
     @staticmethod
     def supports(weight: QuantizedWeight) -> bool:
@@ -69,7 +67,7 @@ class PackedMatrix:
         norm_at, eps = (0, 0) if norm is None else (norm.weight.data_ptr(), float_bits(norm.eps))
         x_at, x8_at = x.data_ptr(), 0
         if rows > _OWN_ROWS:
-            row_bytes = self._blocks * (self._block + ROW_BLOCK_EXTRA)
+            row_bytes = self._blocks * (self._form.block + ROW_BLOCK_EXTRA)
             x8 = torch.empty(rows * row_bytes, dtype=torch.uint8)
             self._quantise.run(
                 *(x_at, norm_at, x8.data_ptr(), rows, self._in, self._group, row_bytes, eps), single_thread=rows <= 8
@@ -86,26 +84,34 @@ class PackedMatrix:
         return out
 
 
-def pack(weight: QuantizedWeight, group: int, block: int) -> torch.Tensor:
+def form_of(weight: QuantizedWeight, instruction: str | None = None) -> PackedForm:
+    """How to lay a weight out for an `instruction`, the best one by default: scales in 16 bits if these hold them."""
+    instruction = instruction or best_instruction()
+    numbers = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
+    halves = instruction != "portable" and all(bool((values.half().float() == values).all()) for values in numbers)
+    bits, block = 4 if weight.q.dtype == torch.uint8 else 8, 16 if weight.group_size == 16 else 32
+    return PackedForm(bits, block, 16 if halves else 32, len(numbers) - 1, instruction)
+
+
+def pack(weight: QuantizedWeight, form: PackedForm) -> torch.Tensor:
     """Lay a weight out in tiles of 16 outputs -> [tiles, blocks, bytes of a block] uint8
 
-    A tile's block is its weights, 4 consecutive inputs of each output and then the next 4; 16 float32 scales; 16
-    float32 minimums, if the weight has them. Of 4-bit weights a byte holds two: input i in the low half and i + 4 in
-    the high half. Groups are filled up with zeros to whole blocks.
+    A tile's block is its weights, 4 consecutive inputs of each output and then the next 4; 16 scales; 16 minimums, if
+    the weight has them. Of 4-bit weights a byte holds two: input i in the low half and i + 4 in the high half. Groups
+    are filled up with zeros to whole blocks.
     """
     outputs, groups = weight.scale.shape
+    group, block = min(weight.group_size, weight.q.shape[1]), form.block
     tiles, blocks_per_group = -(-outputs // TILE), -(-group // block)
     blocks = groups * blocks_per_group
     more_outputs = (0, 0, 0, tiles * TILE - outputs)
     q = F.pad(weight.q, (0, groups * group - weight.q.shape[1])).view(outputs, groups, group)
     q = F.pad(q, (0, blocks_per_group * block - group)).view(outputs, blocks * block)
     q = F.pad(q, more_outputs).view(tiles, TILE, blocks, block // 4, 4).permute(0, 2, 3, 1, 4)
-    if weight.q.dtype == torch.uint8:
+    if form.bits == 4:
         q = q[:, :, ::2] | q[:, :, 1::2] << 4
-    numbers = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
-    spread = [
-        F.pad(values.float().repeat_interleave(blocks_per_group, 1), more_outputs).view(tiles, TILE, blocks).mT
-        for values in numbers
-    ]
-    parts = [q.reshape(tiles, blocks, -1), *(values.contiguous() for values in spread)]
+    parts = [q.reshape(tiles, blocks, -1)]
+    for values in [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]:
+        spread = F.pad(values.repeat_interleave(blocks_per_group, 1), more_outputs).view(tiles, TILE, blocks)
+        parts.append(spread.to(torch.float16 if form.scale_bits == 16 else torch.float32).mT.contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
