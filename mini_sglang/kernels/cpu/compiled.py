@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import cache
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.core.cgutils import for_range_slice
 from numba.extending import intrinsic
 
+from mini_sglang.kernels.cpu.vectors import FLOAT, fma, load, load_floats, size_of, splat, store, totals
+
 _ROWS_PER_ITEM = 8  # that a thread takes at a time
+_LANES = 16  # of vectors in attention
 
 OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True, "cache": True
@@ -121,62 +126,160 @@ def compiled_for(element: Any) -> Compiled:
 
     @_compile
     def attend(data):
-        numbers = carray(data, (15,), np.int64)
-        _, q_at, keys_at, values_at, page_table_at, lengths_at, out_at = numbers[:7]
-        rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
+        numbers = carray(data, (16,), np.int64)
+        _, q_at, keys_at, values_at, page_table_at, blocks_at, out_at = numbers[:7]
+        num_blocks, most_queries, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
         group = num_heads // kv_heads
-        q = carray(pointer(q_at), (rows, kv_heads, group, size), element)
         keys = carray(pointer(keys_at), (num_cells, kv_heads, size), element)
         values = carray(pointer(values_at), (num_cells, kv_heads, size), element)
-        page_table = carray(pointer(page_table_at), (rows, table_width), np.int64)
-        lengths = carray(pointer(lengths_at), (rows,), np.int64)
-        out = carray(pointer(out_at), (rows, kv_heads, group, size), element)
-        scores = np.empty((group, table_width * page_size), np.float32)
-        query, acc = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
-        scale = np.float32(1 / math.sqrt(size))
+        blocks = carray(pointer(blocks_at), (num_blocks, 4), np.int64)
+        scores = np.empty((most_queries * group, table_width * page_size + 3), np.float32)
+        query, acc = np.empty((2, most_queries * group, size), np.float32)
+        scale, like = np.float32(1 / math.sqrt(size)), element(0)
+        stride = kv_heads * size * keys.itemsize
         item = next_work_item(data)
-        while item < rows * kv_heads:
-            row, kv_head = item // kv_heads, item % kv_heads
-            length = lengths[row]
-            seen_from = max(0, length - window) if window else 0
-            pages = range(seen_from // page_size, (length + page_size - 1) // page_size)
-            for head in range(group):
+        while item < num_blocks * kv_heads:
+            kv_head = item % kv_heads
+            row, first, count, start = blocks[item // kv_heads]
+            q = carray(pointer(q_at), (first + count, kv_heads, group, size), element)
+            out = carray(pointer(out_at), (first + count, kv_heads, group, size), element)
+            page_table = carray(pointer(page_table_at), (row + 1, table_width), np.int64)[row]
+            for index in range(count * group):
                 for i in range(size):
-                    query[head, i] = widen(q[row, kv_head, head, i]) * scale
-                    acc[head, i] = 0
+                    query[index, i] = widen(q[first + index // group, kv_head, index % group, i]) * scale
+                    acc[index, i] = 0
+            seen_from = max(0, start + 1 - window) if window else 0
+            pages = range(seen_from // page_size, (start + count + page_size - 1) // page_size)
             for page in pages:
-                begin = page * page_size
-                shift = page_table[row, page] * page_size - begin  # from positions to cells
-                for position in range(max(begin, seen_from), min(begin + page_size, length)):
-                    for head in range(group):
-                        score = np.float32(0)
-                        for i in range(size):
-                            score += query[head, i] * widen(keys[shift + position, kv_head, i])
-                        scores[head, position] = score
-            for head in range(group):
-                best = scores[head, seen_from]
-                for position in range(seen_from, length):
-                    best = max(best, scores[head, position])
-                total = np.float32(0)
-                for position in range(seen_from, length):
-                    scores[head, position] = exp(scores[head, position] - best)
-                    total += scores[head, position]
-                for position in range(seen_from, length):
-                    scores[head, position] /= total
+                begin, cell = page * page_size, page_table[page] * page_size
+                for index in range(count * group):
+                    at, until = _seen(begin, page_size, start + index // group, window)
+                    key = keys[cell + at - begin :, kv_head].ctypes.data
+                    _dots(query[index].ctypes.data, key, size, stride, until - at, scores[index, at:].ctypes.data, like)
+            for index in range(count * group):
+                end = start + index // group + 1
+                _softmax(scores[index, max(0, end - window) if window else 0 : end])
             for page in pages:
-                begin = page * page_size
-                shift = page_table[row, page] * page_size - begin
-                for position in range(max(begin, seen_from), min(begin + page_size, length)):
-                    for head in range(group):
-                        weight = scores[head, position]
-                        for i in range(size):
-                            acc[head, i] += weight * widen(values[shift + position, kv_head, i])
-            for head in range(group):
+                begin, cell = page * page_size, page_table[page] * page_size
+                for index in range(count * group):
+                    at, until = _seen(begin, page_size, start + index // group, window)
+                    value = values[cell + at - begin :, kv_head].ctypes.data
+                    weights = scores[index, at:].ctypes.data
+                    _add_weighted(weights, value, size, stride, until - at, acc[index].ctypes.data, like)
+            for index in range(count * group):
                 for i in range(size):
-                    out[row, kv_head, head, i] = narrow(acc[head, i], keys[0, 0, 0])
+                    out[first + index // group, kv_head, index % group, i] = narrow(acc[index, i], keys[0, 0, 0])
             item = next_work_item(data)
 
     return Compiled(rms_norm, rope_store, silu_mul, attend)
+
+
+@njit(inline="always")
+def _seen(begin, page_size, position, window):
+    """From where to where of the page that starts at position `begin` a token at `position` sees."""
+    return max(begin, position + 1 - window) if window else begin, min(begin + page_size, position + 1)
+
+
+@intrinsic
+def _dots(typing_context: Any, query: Any, key: Any, size: Any, stride: Any, count: Any, scores: Any, like: Any) -> Any:
+    """Write to `scores` the products of a query float32 [size] with `count` keys, and up to 3 more, of `like`'s type.
+
+    All but the last are int64s, three of them addresses; keys begin `stride` bytes after each other.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        query, key, size, stride, count, scores, _ = arguments
+        element, number = context.get_value_type(like), size.type
+        sums = [cgutils.alloca_once(builder, ir.VectorType(FLOAT, _LANES)) for _ in range(4)]
+        rest = [cgutils.alloca_once(builder, ir.VectorType(FLOAT, 1)) for _ in range(4)]
+        whole = builder.sub(size, builder.urem(size, number(_LANES)))
+        with for_range_slice(builder, number(0), count, number(4)) as (first, _):
+            of_keys = []
+            for index in range(4):  # the last key again where there are fewer
+                ahead = builder.add(first, number(index))
+                ahead = builder.select(builder.icmp_signed("<", ahead, count), ahead, builder.sub(count, number(1)))
+                of_keys.append(builder.add(key, builder.mul(ahead, stride)))
+            for cells, begin, end, lanes in ((sums, number(0), whole, _LANES), (rest, whole, size, 1)):
+                for cell in cells:
+                    builder.store(cell.type.pointee(None), cell)
+                with for_range_slice(builder, begin, end, number(lanes)) as (i, _):
+                    a = load_floats(builder, FLOAT, builder.add(query, builder.shl(i, number(2))), lanes)
+                    offset = builder.mul(i, number(size_of(element)))
+                    for at, cell in zip(of_keys, cells, strict=True):
+                        b = load_floats(builder, element, builder.add(at, offset), lanes)
+                        builder.store(fma(builder, a, b, builder.load(cell)), cell)
+            four = totals(builder, [builder.load(cell) for cell in sums])
+            for index, cell in enumerate(rest):
+                lane = ir.IntType(32)(index)
+                more = builder.extract_element(builder.load(cell), ir.IntType(32)(0))
+                four = builder.insert_element(four, builder.fadd(builder.extract_element(four, lane), more), lane)
+            store(builder, four, builder.add(scores, builder.shl(first, number(2))))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, like), generate
+
+
+@intrinsic
+def _add_weighted(
+    typing_context: Any, weights: Any, value: Any, size: Any, stride: Any, count: Any, sums: Any, like: Any
+) -> Any:
+    """Add to `sums` float32 [size] `count` values of the type of `like`, each times its float32 of `weights`, in order.
+
+    All but the last are int64s, three of them addresses; values begin `stride` bytes after each other.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, value, size, stride, count, sums, _ = arguments
+        element = context.get_value_type(like)
+        zero, many, whole = size.type(0), *(builder.sub(size, builder.urem(size, size.type(n))) for n in (32, _LANES))
+        for start, stop, lanes in ((zero, many, 32), (many, whole, _LANES), (whole, size, 1)):
+            floats = ir.VectorType(FLOAT, lanes)
+            cell = cgutils.alloca_once(builder, floats)
+            with for_range_slice(builder, start, stop, size.type(lanes)) as (i, _):
+                into = builder.add(sums, builder.shl(i, i.type(2)))
+                at = builder.add(value, builder.mul(i, i.type(size_of(element))))
+                builder.store(load(builder, floats, into), cell)
+                with cgutils.for_range(builder, count) as values:
+                    weight = load(builder, FLOAT, builder.add(weights, builder.shl(values.index, stride.type(2))))
+                    row = load_floats(builder, element, builder.add(at, builder.mul(values.index, stride)), lanes)
+                    added = fma(builder, splat(builder, weight, lanes), row, builder.load(cell))
+                    builder.store(added, cell)
+                store(builder, builder.load(cell), into)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, like), generate
+
+
+@njit(inline="always")
+def _softmax(scores):
+    best = _largest(scores.ctypes.data, scores.size)
+    total = np.float32(0)
+    for i in range(scores.size):
+        scores[i] = exp(scores[i] - best)
+        total += scores[i]
+    for i in range(scores.size):
+        scores[i] /= total
+
+
+@intrinsic
+def _largest(typing_context: Any, values: Any, count: Any) -> Any:
+    """The largest of `count` float32s at an address, at least one. Numba's own loop would compare one by one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, count = arguments
+        whole = builder.sub(count, builder.urem(count, count.type(8)))
+        best = []
+        for begin, end, lanes in ((count.type(0), whole, 8), (whole, count, 1)):
+            floats = ir.VectorType(FLOAT, lanes)
+            cell = cgutils.alloca_once(builder, floats)
+            builder.store(splat(builder, load(builder, FLOAT, values), lanes), cell)
+            with for_range_slice(builder, begin, end, count.type(lanes)) as (i, _):
+                value, most = load(builder, floats, builder.add(values, builder.shl(i, i.type(2)))), builder.load(cell)
+                builder.store(builder.select(builder.fcmp_ordered(">", value, most), value, most), cell)
+            best += [builder.extract_element(builder.load(cell), ir.IntType(32)(lane)) for lane in range(lanes)]
+        return reduce(lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a), best)
+
+    return types.float32(types.int64, types.int64), generate
 
 
 @cache

@@ -22,6 +22,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mini_sglang.kernels.cpu.compiled import OPTIONS, exp, narrow, next_work_item, pointer, widen
+from mini_sglang.kernels.cpu.vectors import (
+    FLOAT,
+    INT8,
+    INT16,
+    INT32,
+    call,
+    constant,
+    fma,
+    load,
+    splat,
+    store,
+    total,
+)
 
 TILE = 16  # outputs that lie together
 ROW_BLOCK_EXTRA = 8  # bytes of a block of a row beside its inputs: float32 scale, int32 sum
@@ -30,7 +43,6 @@ ROWS_PER_ITEM = 64  # that a thread multiplies with one tile
 
 # Without `fastmath` the source alone says what a result is, whatever the compiler makes of it where.
 _compile = cfunc("void(voidptr)", **{**OPTIONS, "fastmath": False})
-_int8, _int16, _int32, _float32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 class PackedForm(NamedTuple):
@@ -112,10 +124,10 @@ def compiled_packed(element: Any, form: PackedForm) -> CompiledPacked:
 
     @_compile
     def multiply(data):
-        numbers = carray(data, (14,), np.int64)
+        numbers = carray(data, (15,), np.int64)
         _, x8_at, weights_at, bias_at, addend_at, out_at = numbers[:6]
-        rows, outputs, blocks, gated, x_at, norm_at, size, group = numbers[6:]
-        eps = carray(data, (15,), np.float64)[14]
+        rows, outputs, blocks, gated, x_at, norm_at, size, group, tiles_per_item = numbers[6:]
+        eps = carray(data, (16,), np.float64)[15]
         row_bytes, tile_bytes = blocks * (block + ROW_BLOCK_EXTRA), blocks * tile_block_bytes
         own = np.empty(rows * row_bytes if x_at else 0, np.uint8)
         if x_at:  # few rows: every thread quantises them for itself
@@ -131,35 +143,37 @@ def compiled_packed(element: Any, form: PackedForm) -> CompiledPacked:
         out = carray(pointer(out_at), (rows, width), element)
         tiles = (width + TILE - 1) // TILE
         sums = np.empty((2, passed, TILE), np.float32)
+        columns = (tiles + tiles_per_item - 1) // tiles_per_item
         item = next_work_item(data)
-        while item < tiles * ((rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM):
-            tile, begin = item % tiles, item // tiles * ROWS_PER_ITEM
-            end, first = min(begin + ROWS_PER_ITEM, rows), tile * TILE
-            count = min(TILE, width - first)
-            while begin < end:
-                step = min(passed, end - begin) if end - begin > passed // 2 else 1
-                x8 = x8_at + begin * row_bytes
-                for half in range(2 if gated else 1):
-                    weights, into = weights_at + (half * tiles + tile) * tile_bytes, sums[half].ctypes.data
-                    if step == 1:
-                        _product(x8, 1, row_bytes, weights, blocks, into, 1, text)
-                    else:
-                        _product(x8, step, row_bytes, weights, blocks, into, passed, text)
-                for row in range(step):
-                    if bias_at:
-                        for half in range(2 if gated else 1):
+        while item < columns * ((rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM):
+            first_tile, first_row = item % columns * tiles_per_item, item // columns * ROWS_PER_ITEM
+            for tile in range(first_tile, min(first_tile + tiles_per_item, tiles)):
+                begin, end, first = first_row, min(first_row + ROWS_PER_ITEM, rows), tile * TILE
+                count = min(TILE, width - first)
+                while begin < end:
+                    step = min(passed, end - begin) if end - begin > passed // 2 else 1
+                    x8 = x8_at + begin * row_bytes
+                    for half in range(2 if gated else 1):
+                        weights, into = weights_at + (half * tiles + tile) * tile_bytes, sums[half].ctypes.data
+                        if step == 1:
+                            _product(x8, 1, row_bytes, weights, blocks, into, 1, text)
+                        else:
+                            _product(x8, step, row_bytes, weights, blocks, into, passed, text)
+                    for row in range(step):
+                        if bias_at:
+                            for half in range(2 if gated else 1):
+                                for i in range(count):
+                                    sums[half, row, i] += widen(bias[half * width + first + i])
+                        if gated:
                             for i in range(count):
-                                sums[half, row, i] += widen(bias[half * width + first + i])
-                    if gated:
+                                gate = sums[0, row, i]
+                                sums[0, row, i] = gate / (np.float32(1) + exp(-gate)) * sums[1, row, i]
+                        if addend_at:
+                            for i in range(count):
+                                sums[0, row, i] += widen(addend[begin + row, first + i])
                         for i in range(count):
-                            gate = sums[0, row, i]
-                            sums[0, row, i] = gate / (np.float32(1) + exp(-gate)) * sums[1, row, i]
-                    if addend_at:
-                        for i in range(count):
-                            sums[0, row, i] += widen(addend[begin + row, first + i])
-                    for i in range(count):
-                        out[begin + row, first + i] = narrow(sums[0, row, i], out[begin + row, first + i])
-                begin += step
+                            out[begin + row, first + i] = narrow(sums[0, row, i], out[begin + row, first + i])
+                    begin += step
             item = next_work_item(data)
 
     return CompiledPacked(quantise, multiply)
@@ -196,15 +210,15 @@ def _sum_of_squares(typing_context: Any, values: Any, count: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         values, count = arguments
-        floats = ir.VectorType(_float32, _LANES)
+        floats = ir.VectorType(FLOAT, _LANES)
         sums = cgutils.alloca_once_value(builder, floats(None))
         builder.store(floats(None), sums)
         vectors = builder.udiv(builder.add(count, count.type(_LANES - 1)), count.type(_LANES))
         with cgutils.for_range(builder, vectors) as loop:
-            value = _load(builder, floats, builder.add(values, builder.mul(loop.index, count.type(4 * _LANES))), 0)
+            value = load(builder, floats, builder.add(values, builder.mul(loop.index, count.type(4 * _LANES))), 0)
             builder.store(builder.fadd(builder.load(sums), builder.fmul(value, value)), sums)
         lanes = builder.load(sums)
-        return _call(builder, f"llvm.vector.reduce.fadd.v{_LANES}f32", _float32, [_float32(0.0), lanes])
+        return total(builder, lanes)
 
     return types.float32(types.int64, types.int64), generate
 
@@ -218,19 +232,19 @@ def _quantise_block(typing_context: Any, values: Any, into: Any, block: Any) -> 
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         values, into, _ = arguments
-        floats, words, bytes_ = (ir.VectorType(kind, size) for kind in (_float32, _int32, _int8))
-        x = _load(builder, floats, values, 0)
+        floats, words, bytes_ = (ir.VectorType(kind, size) for kind in (FLOAT, INT32, INT8))
+        x = load(builder, floats, values, 0)
         # as integers, without the sign, so that NaN is the largest
-        magnitudes = builder.and_(builder.bitcast(x, words), _constant(words, 0x7FFFFFFF))
-        most = builder.bitcast(_call(builder, f"llvm.vector.reduce.smax.v{size}i32", _int32, [magnitudes]), _float32)
-        some = builder.fcmp_unordered("!=", most, _float32(0.0))
-        inverse = builder.select(some, builder.fdiv(_float32(127.0), most), _float32(0.0))
-        scaled = builder.fmul(x, _splat(builder, inverse, size))
-        x8 = builder.fptosi(_call(builder, f"llvm.rint.v{size}f32", floats, [scaled]), words)
-        scale = builder.fdiv(most, _float32(127.0))
-        total = _call(builder, f"llvm.vector.reduce.add.v{size}i32", _int32, [x8])
-        for at, value in ((0, builder.trunc(x8, bytes_)), (size, scale), (size + 4, total)):
-            builder.store(value, _address(builder, value.type, into, at), align=4)
+        magnitudes = builder.and_(builder.bitcast(x, words), constant(words, 0x7FFFFFFF))
+        most = builder.bitcast(call(builder, f"llvm.vector.reduce.smax.v{size}i32", INT32, [magnitudes]), FLOAT)
+        some = builder.fcmp_unordered("!=", most, FLOAT(0.0))
+        inverse = builder.select(some, builder.fdiv(FLOAT(127.0), most), FLOAT(0.0))
+        scaled = builder.fmul(x, splat(builder, inverse, size))
+        x8 = builder.fptosi(call(builder, f"llvm.rint.v{size}f32", floats, [scaled]), words)
+        scale = builder.fdiv(most, FLOAT(127.0))
+        sum8 = call(builder, f"llvm.vector.reduce.add.v{size}i32", INT32, [x8])
+        for at, value in ((0, builder.trunc(x8, bytes_)), (size, scale), (size + 4, sum8)):
+            store(builder, value, into, at)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, block), generate
@@ -262,36 +276,35 @@ def _product(
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         x8, rows, row_bytes, weights, blocks, sums = arguments[:6]
-        floats = ir.VectorType(_float32, lanes)
+        floats = ir.VectorType(FLOAT, lanes)
         last = builder.sub(rows, rows.type(1))
         of_rows = [x8]
         for row in range(1, most):
             index = builder.select(builder.icmp_signed("<", rows.type(row), rows), rows.type(row), last)
             of_rows.append(builder.add(x8, builder.mul(index, row_bytes)))
         totals = [[cgutils.alloca_once_value(builder, floats(None)) for _ in parts] for _ in range(most)]
-        for total in itertools.chain(*totals):
-            builder.store(floats(None), total)
+        for cell in itertools.chain(*totals):
+            builder.store(floats(None), cell)
         with cgutils.for_range(builder, blocks) as loop:
             tile = builder.add(weights, builder.mul(loop.index, rows.type(kind.tile_bytes)))
             inputs = builder.mul(loop.index, rows.type(kind.block + ROW_BLOCK_EXTRA))
             x_blocks = [builder.add(row, inputs) for row in of_rows]
             integers = _integer_sums(builder, kind, x_blocks, tile)
             for row, at in enumerate(x_blocks):
-                x_scale = _load(builder, _float32, at, kind.block)
-                x_sum = builder.fmul(builder.sitofp(_load(builder, _int32, at, kind.block + 4), _float32), x_scale)
+                x_scale = load(builder, FLOAT, at, kind.block)
+                x_sum = builder.fmul(builder.sitofp(load(builder, INT32, at, kind.block + 4), FLOAT), x_scale)
                 for part in parts:
-                    total = builder.load(totals[row][part])
+                    value = builder.load(totals[row][part])
                     after = kind.weight_bytes + kind.scale_bits // 8 * lanes * part
-                    scale = builder.fmul(_load_floats(builder, kind, tile, after), _splat(builder, x_scale, lanes))
-                    total = _fma(builder, builder.sitofp(integers[row][part], floats), scale, total)
+                    scale = builder.fmul(_load_floats(builder, kind, tile, after), splat(builder, x_scale, lanes))
+                    value = fma(builder, builder.sitofp(integers[row][part], floats), scale, value)
                     if kind.has_minimum:
                         minimum = _load_floats(builder, kind, tile, after + kind.scale_bytes)
-                        total = _fma(builder, minimum, _splat(builder, x_sum, lanes), total)
-                    builder.store(total, totals[row][part])
+                        value = fma(builder, minimum, splat(builder, x_sum, lanes), value)
+                    builder.store(value, totals[row][part])
         for row in range(most):
             for part in parts:
-                at = _address(builder, floats, sums, 4 * (TILE * row + lanes * part))
-                builder.store(builder.load(totals[row][part]), at, align=4)
+                store(builder, builder.load(totals[row][part]), sums, 4 * (TILE * row + lanes * part))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6, most_rows, form), generate
@@ -300,10 +313,10 @@ def _product(
 def _load_floats(builder: ir.IRBuilder, form: PackedForm, tile: ir.Value, offset: int) -> ir.Value:
     """The scales or minimums of a vector of outputs, in float32."""
     lanes = form.lanes
-    floats = ir.VectorType(_float32, lanes)
+    floats = ir.VectorType(FLOAT, lanes)
     if form.scale_bits == 32:
-        return _load(builder, floats, tile, offset)
-    return builder.fpext(_load(builder, ir.VectorType(ir.HalfType(), lanes), tile, offset), floats)
+        return load(builder, floats, tile, offset)
+    return builder.fpext(load(builder, ir.VectorType(ir.HalfType(), lanes), tile, offset), floats)
 
 
 def _integer_sums(
@@ -312,19 +325,19 @@ def _integer_sums(
     """One block of every row times one block of a tile -> int32 vectors by row and part"""
     lanes = form.lanes
     parts = range(TILE // lanes)
-    quad, bytes_ = 4 * TILE, ir.VectorType(_int8, 4 * lanes)  # 4 inputs of every output
+    quad, bytes_ = 4 * TILE, ir.VectorType(INT8, 4 * lanes)  # 4 inputs of every output
     sums = [[_first_sum(builder, form, x_block)] * len(parts) for x_block in x_blocks]
     stored: list[ir.Value] = []
     for step in range(form.block // 4):
         if form.bits == 8:
-            weights = [_load(builder, bytes_, tile, quad * step + 4 * lanes * part) for part in parts]
+            weights = [load(builder, bytes_, tile, quad * step + 4 * lanes * part) for part in parts]
         elif step % 2 == 0:  # the low halves of bytes are the weights of this step, the high halves those of the next
-            stored = [_load(builder, bytes_, tile, quad * (step // 2) + 4 * lanes * part) for part in parts]
-            weights = [builder.and_(value, _constant(bytes_, 15)) for value in stored]
+            stored = [load(builder, bytes_, tile, quad * (step // 2) + 4 * lanes * part) for part in parts]
+            weights = [builder.and_(value, constant(bytes_, 15)) for value in stored]
         else:
-            weights = [builder.lshr(value, _constant(bytes_, 4)) for value in stored]
+            weights = [builder.lshr(value, constant(bytes_, 4)) for value in stored]
         for row, x_block in enumerate(x_blocks):
-            inputs = _splat(builder, _load(builder, _int32, x_block, 4 * step), lanes)
+            inputs = splat(builder, load(builder, INT32, x_block, 4 * step), lanes)
             inputs = builder.bitcast(inputs, bytes_)
             for part in parts:
                 sums[row][part] = _add_products(builder, form, sums[row][part], weights[part], inputs)
@@ -337,33 +350,33 @@ def _integer_sums(
 def _first_sum(builder: ir.IRBuilder, form: PackedForm, x_block: ir.Value) -> ir.Value:
     lanes = form.lanes
     if form.instruction == "avx2" and form.bits == 4:
-        return ir.VectorType(_int16, 2 * lanes)(None)
+        return ir.VectorType(INT16, 2 * lanes)(None)
     if form.instruction.endswith("vnni") and form.bits == 8:  # its weights have 128 too much
-        x_sum = _load(builder, _int32, x_block, form.block + 4)
-        return _splat(builder, builder.mul(x_sum, _int32(-128)), lanes)
-    return ir.VectorType(_int32, lanes)(None)
+        x_sum = load(builder, INT32, x_block, form.block + 4)
+        return splat(builder, builder.mul(x_sum, INT32(-128)), lanes)
+    return ir.VectorType(INT32, lanes)(None)
 
 
 def _add_products(
     builder: ir.IRBuilder, form: PackedForm, sums: ir.Value, weights: ir.Value, inputs: ir.Value
 ) -> ir.Value:
     lanes = form.lanes
-    bytes_, words = weights.type, ir.VectorType(_int32, lanes)
+    bytes_, words = weights.type, ir.VectorType(INT32, lanes)
     if form.instruction.endswith("vnni"):  # unsigned times signed bytes, added in fours to int32
         if form.bits == 8:
-            weights = builder.xor(weights, _constant(bytes_, 128))
+            weights = builder.xor(weights, constant(bytes_, 128))
         operands = [sums, builder.bitcast(weights, words), builder.bitcast(inputs, words)]
-        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", words, operands)
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", words, operands)
     if form.instruction == "avx2":  # unsigned times signed bytes, added in twos to int16, saturating
-        shorts = ir.VectorType(_int16, 2 * lanes)
+        shorts = ir.VectorType(INT16, 2 * lanes)
         if form.bits == 4:  # at most 8 steps of 2 * 15 * 127: fits
-            return builder.add(sums, _call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, inputs]))
-        inputs = _call(builder, "llvm.x86.avx2.psign.b", bytes_, [inputs, weights])
+            return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, inputs]))
+        inputs = call(builder, "llvm.x86.avx2.psign.b", bytes_, [inputs, weights])
         negative = builder.icmp_signed("<", weights, bytes_(None))
         weights = builder.select(negative, builder.sub(bytes_(None), weights), weights)  # 128 at most: fits
-        pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, inputs])
-        return builder.add(sums, _call(builder, "llvm.x86.avx2.pmadd.wd", words, [pairs, _constant(shorts, 1)]))
-    wide = ir.VectorType(_int32, 4 * lanes)
+        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [weights, inputs])
+        return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", words, [pairs, constant(shorts, 1)]))
+    wide = ir.VectorType(INT32, 4 * lanes)
     products = builder.mul(
         builder.zext(weights, wide) if form.bits == 4 else builder.sext(weights, wide), builder.sext(inputs, wide)
     )
@@ -374,34 +387,7 @@ def _add_products(
 
 
 def _last_sum(builder: ir.IRBuilder, form: PackedForm, sums: ir.Value) -> ir.Value:
-    if sums.type.element == _int32:
+    if sums.type.element == INT32:
         return sums
-    words = ir.VectorType(_int32, form.lanes)
-    return _call(builder, "llvm.x86.avx2.pmadd.wd", words, [sums, _constant(sums.type, 1)])
-
-
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, operands: Sequence[ir.Value]) -> ir.Value:
-    kind = ir.FunctionType(result, [operand.type for operand in operands])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
-
-
-def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return _call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
-
-
-def _constant(kind: ir.VectorType, value: int) -> ir.Value:
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
-    kind = ir.VectorType(value.type, lanes)
-    first = builder.insert_element(kind(ir.Undefined), value, _int32(0))
-    return builder.shuffle_vector(first, kind(ir.Undefined), ir.VectorType(_int32, lanes)(None))
-
-
-def _address(builder: ir.IRBuilder, kind: ir.Type, base: ir.Value, offset: int) -> ir.Value:
-    return builder.inttoptr(builder.add(base, base.type(offset)), kind.as_pointer())
-
-
-def _load(builder: ir.IRBuilder, kind: ir.Type, base: ir.Value, offset: int) -> ir.Value:
-    return builder.load(_address(builder, kind, base, offset), align=4)
+    words = ir.VectorType(INT32, form.lanes)
+    return call(builder, "llvm.x86.avx2.pmadd.wd", words, [sums, constant(sums.type, 1)])

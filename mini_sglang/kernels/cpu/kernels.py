@@ -49,6 +49,8 @@ FEW_ROWS = 32  # at most this many rows are computed by one thread
 class CpuKernels:
     """`Kernels` for one dtype, float32 or bfloat16. Numba compiles them on first use and caches them on disk."""
 
+    max_queries = 8  # of a block of attention, which share what is read of keys and values
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._element = np.float32 if dtype == torch.float32 else np.uint16
         compiled = compiled_for(self._element)
@@ -134,25 +136,23 @@ class CpuKernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         page_table: torch.Tensor,
-        lengths: torch.Tensor,
+        blocks: torch.Tensor,
         page_size: int,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Attend one token per row over its row's pages. q [R, heads, head_dim] contiguous -> the same shape.
+        """Attend tokens of several rows causally. q [T, heads, head_dim] contiguous -> the same shape.
 
-        keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; lengths [R]
-        int64: the tokens of each row, its own included. With `window` a row sees only the last `window` of them.
+        keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; blocks [B, 4]
+        int64: row, first token in q, number of tokens (at most `max_queries`), its position. With `window` a
+        token sees only the last `window` positions, its own included. A token's result does not depend on its block.
         """
-        rows, num_heads, size = q.shape
         out = torch.empty_like(q)
+        _, num_heads, size = q.shape
         self._attend.run(
-            q.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            page_table.data_ptr(),
-            lengths.data_ptr(),
+            *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), page_table.data_ptr(), blocks.data_ptr()),
             out.data_ptr(),
-            *(rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1], window or 0),
+            *(blocks.shape[0], self.max_queries, num_heads, keys.shape[1], size, keys.shape[0], page_size),
+            *(page_table.shape[1], window or 0),
         )
         return out
 

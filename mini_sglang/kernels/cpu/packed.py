@@ -20,6 +20,7 @@ from mini_sglang.weights.quantized_weight import QuantizedWeight
 if TYPE_CHECKING:
     from mini_sglang.kernels.cpu.kernels import CpuKernels
 
+_ITEMS_PER_THREAD = 8  # to take in turns, of neighbouring tiles: fewer balance badly, more fetch memory in pieces
 _OWN_ROWS = 2  # at most this many are quantised by every thread for itself: a second parallel region costs more
 
 
@@ -73,13 +74,14 @@ class PackedMatrix:
                 *(x_at, norm_at, x8.data_ptr(), rows, self._in, self._group, row_bytes, eps), single_thread=rows <= 8
             )
             x_at, x8_at = 0, x8.data_ptr()
+        tiles_per_item = max(1, len(self._tiles) // (1 + gated) // (torch.get_num_threads() * _ITEMS_PER_THREAD))
         self._multiply.run(
             x8_at,
             self._tiles.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
             0 if addend is None else addend.data_ptr(),
             out.data_ptr(),
-            *(rows, self._out, self._blocks, gated, x_at, norm_at, self._in, self._group, eps),
+            *(rows, self._out, self._blocks, gated, x_at, norm_at, self._in, self._group, tiles_per_item, eps),
         )
         return out
 
