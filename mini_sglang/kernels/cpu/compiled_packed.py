@@ -129,14 +129,14 @@ def compiled_packed(element: Any, form: PackedForm) -> CompiledPacked:
         rows, outputs, blocks, gated, x_at, norm_at, size, group, tiles_per_item = numbers[6:]
         eps = carray(data, (16,), np.float64)[15]
         row_bytes, tile_bytes = blocks * (block + ROW_BLOCK_EXTRA), blocks * tile_block_bytes
-        own = np.empty(rows * row_bytes if x_at else 0, np.uint8)
+        x8 = carray(pointer(x8_at), (rows * row_bytes,), np.uint8)
         if x_at:  # few rows: every thread quantises them for itself
-            x8_at = own.ctypes.data
+            x8 = np.empty(rows * row_bytes, np.uint8)
             x = carray(pointer(x_at), (rows, size), element)
             norm = carray(pointer(norm_at), (size if norm_at else 0,), element)
             values = np.empty(size + block, np.float32)
             for row in range(rows):
-                _quantise_row(x, row, group, block, norm, eps, values, x8_at + row * row_bytes)
+                _quantise_row(x, row, group, block, norm, eps, values, x8[row * row_bytes :].ctypes.data)
         bias = carray(pointer(bias_at), (outputs if bias_at else 0,), element)
         width = outputs // 2 if gated else outputs
         addend = carray(pointer(addend_at), (rows if addend_at else 0, width), element)
@@ -152,13 +152,13 @@ def compiled_packed(element: Any, form: PackedForm) -> CompiledPacked:
                 count = min(TILE, width - first)
                 while begin < end:
                     step = min(passed, end - begin) if end - begin > passed // 2 else 1
-                    x8 = x8_at + begin * row_bytes
+                    inputs = x8[begin * row_bytes :].ctypes.data
                     for half in range(2 if gated else 1):
                         weights, into = weights_at + (half * tiles + tile) * tile_bytes, sums[half].ctypes.data
                         if step == 1:
-                            _product(x8, 1, row_bytes, weights, blocks, into, 1, text)
+                            _product(inputs, 1, row_bytes, weights, blocks, into, 1, text)
                         else:
-                            _product(x8, step, row_bytes, weights, blocks, into, passed, text)
+                            _product(inputs, step, row_bytes, weights, blocks, into, passed, text)
                     for row in range(step):
                         if bias_at:
                             for half in range(2 if gated else 1):

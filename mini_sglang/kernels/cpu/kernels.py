@@ -55,6 +55,7 @@ class CpuKernels:
         self._element = np.float32 if dtype == torch.float32 else np.uint16
         compiled = compiled_for(self._element)
         self._rms_norm, self._rope_store, self._silu_mul, self._attend = map(ParallelKernel, compiled)
+        self._packed: dict[PackedForm, tuple[ParallelKernel, ParallelKernel]] = {}
         self._prepack = CpuMatrix.available(dtype)
         self._torch = TorchKernels()
         self._spin_guard = SpinGuard()
@@ -67,8 +68,10 @@ class CpuKernels:
 
     def packed_kernels(self, form: PackedForm) -> tuple[ParallelKernel, ParallelKernel]:
         """What quantises rows, and what multiplies them with weights of this form."""
-        compiled = compiled_packed(self._element, form)
-        return ParallelKernel(compiled.quantise), ParallelKernel(compiled.multiply)
+        if form not in self._packed:
+            compiled = compiled_packed(self._element, form)
+            self._packed[form] = ParallelKernel(compiled.quantise), ParallelKernel(compiled.multiply)
+        return self._packed[form]
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
         return TorchExperts(self, gate_up, down)

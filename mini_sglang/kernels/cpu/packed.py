@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mini_sglang.kernels.cpu.kernels import CpuKernels
 
 _ITEMS_PER_THREAD = 8  # to take in turns, of neighbouring tiles: fewer balance badly, more fetch memory in pieces
+_FEW_ROWS = 32  # at most this many are quantised by one thread
 _OWN_ROWS = 2  # at most this many are quantised by every thread for itself: a second parallel region costs more
 
 
@@ -52,7 +53,7 @@ class PackedMatrix:
         return self._product(x, norm, x.new_empty(len(x), self._out // 2), gated=True)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
-        return Residual(self._product(x, None, torch.empty_like(residual), addend=residual.contiguous()))
+        return Residual(self._product(x, None, x.new_empty(len(x), self._out), addend=residual.contiguous()))
 
     def _product(
         self,
@@ -71,7 +72,8 @@ class PackedMatrix:
             row_bytes = self._blocks * (self._form.block + ROW_BLOCK_EXTRA)
             x8 = torch.empty(rows * row_bytes, dtype=torch.uint8)
             self._quantise.run(
-                *(x_at, norm_at, x8.data_ptr(), rows, self._in, self._group, row_bytes, eps), single_thread=rows <= 8
+                *(x_at, norm_at, x8.data_ptr(), rows, self._in, self._group, row_bytes, eps),
+                single_thread=rows <= _FEW_ROWS,
             )
             x_at, x8_at = 0, x8.data_ptr()
         tiles_per_item = max(1, len(self._tiles) // (1 + gated) // (torch.get_num_threads() * _ITEMS_PER_THREAD))

@@ -16,7 +16,16 @@ from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 DTYPES = [torch.float32, torch.bfloat16]
-SHAPES = [(32, 64, 32), (50, 100, 32), (7, 33, 64), (96, 256, 128), (40, 90, 90), (24, 80, 16), (33, 70, 48)]
+SHAPES = [
+    (32, 64, 32),
+    (50, 100, 32),
+    (7, 33, 64),
+    (96, 256, 128),
+    (40, 90, 90),
+    (24, 80, 16),
+    (33, 70, 48),
+    (3000, 576, 32),
+]
 ROWS = (1, 2, 3, 4, 5, 8, 13, 64, 70)
 
 
