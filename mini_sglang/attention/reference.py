@@ -2,8 +2,8 @@
 
 Rows that compute one token (decodes) are batched into one padded call; rows that compute a chunk run one by one. Query
 heads that share a KV head are laid out as further query rows or as a broadcast batch, so the keys and values of a group
-are never repeated in memory. On a CPU a compiled kernel may do the decodes, which reads the pages in place: gathering
-them moves more bytes than attending to them.
+are never repeated in memory. On a CPU a compiled kernel may attend instead: it reads the pages in place, as gathering
+them moves more bytes than attending to a decode's, and a token's result does not depend on the others of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROWS_MULTIPLE = 64  # of queries and keys, where attention is compiled for thei
 
 
 class ReferenceBackend:
-    """Reads and writes `pool` with gathers and scatters of whole pages, but for decodes where `kernels` do them.
+    """Reads and writes `pool` with gathers and scatters of whole pages, or has `kernels` attend to the pages in place.
 
     With `window` a token sees the last `window` positions only, its own included.
     """
@@ -53,20 +53,19 @@ class ReferencePlan:
         kernels: CpuKernels | None,
     ) -> None:
         self._pool = pool
+        self._cells = metadata.cells
+        self._compiled = None if kernels is None else _Compiled(pool, metadata, kernels, window)
+        if self._compiled is not None:
+            return
         device = metadata.page_table.device
         firsts = _exclusive_cumsum(metadata.counts)
         decode_rows = [row for row, count in enumerate(metadata.counts) if count == 1]
-        self._cells = metadata.cells
         self._chunks = [
             _Chunk(pool, metadata, row, firsts[row], dtype, window)
             for row, count in enumerate(metadata.counts)
             if count > 1
         ]
-        self._decode: _Decode | _CompiledDecode | None = None
-        if decode_rows and kernels is not None:
-            self._decode = _CompiledDecode(pool, metadata, decode_rows, kernels, window)
-        elif decode_rows:
-            self._decode = _Decode(pool, metadata, decode_rows, dtype, window)
+        self._decode = _Decode(pool, metadata, decode_rows, dtype, window) if decode_rows else None
         # None: every token is a decode row, in order, so no gather is needed
         self._decode_tokens = (
             torch.tensor([firsts[row] for row in decode_rows], device=device) if self._chunks and decode_rows else None
@@ -76,6 +75,8 @@ class ReferencePlan:
         return self._pool.cells(layer, self._cells)
 
     def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        if self._compiled is not None:
+            return self._compiled.run(q, layer)
         if self._decode is not None and not self._chunks:
             return self._decode.run(q, layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -110,24 +111,29 @@ class _Decode:
         return F.scaled_dot_product_attention(q.reshape(self._q_shape), k, v, attn_mask=self._mask).reshape(q.shape)
 
 
-class _CompiledDecode:
-    """The same, in a kernel that reads the pages in place."""
+class _Compiled:
+    """All rows in a kernel that reads the pages in place, and computes a token alike in every step."""
 
-    def __init__(
-        self, pool: KVPool, metadata: AttentionMetadata, rows: list[int], kernels: CpuKernels, window: int | None
-    ) -> None:
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata, kernels: CpuKernels, window: int | None) -> None:
         self._pool = pool
         self._kernels = kernels
         self._window = window
-        lengths, page_table = _lengths_and_pages(pool, metadata, rows)
-        self._page_table = page_table.contiguous()
-        self._lengths = torch.tensor(lengths)
+        starts, counts, most = metadata.starts, metadata.counts, kernels.max_queries
+        self._blocks = torch.tensor(
+            [
+                (row, first + done, min(most, counts[row] - done), starts[row] + done)
+                for row, first in enumerate(_exclusive_cumsum(counts))
+                for done in range(0, counts[row], most)
+            ]
+        )
+        length = max(start + count for start, count in zip(starts, counts, strict=True))
+        self._page_table = metadata.page_table[:, : -(-length // pool.page_size)].contiguous()
 
     def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        """q [rows, heads, head_dim] -> the same shape"""
+        """q [T, heads, head_dim] -> the same shape"""
         keys, values = self._pool.key_cells[layer], self._pool.value_cells[layer]
         return self._kernels.attend(
-            q.contiguous(), keys, values, self._page_table, self._lengths, self._pool.page_size, self._window
+            q.contiguous(), keys, values, self._page_table, self._blocks, self._pool.page_size, self._window
         )
 
 

@@ -12,7 +12,6 @@ from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
 from mini_sglang.config import EngineConfig, ResolvedConfig
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.interface import FP8
 from mini_sglang.memory import available_memory, total_memory
 from mini_sglang.model_config import ModelConfig
@@ -56,7 +55,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
     known = {
         "device": device,
         "dtype": dtype,
-        "weights": _resolve_weights(config, on_cpu, dtype, source),
+        "weights": _resolve_weights(config, on_cpu, dtype, backend, source),
         "context_length": context_length,
         "max_running_requests": slots,
         "max_prefill_tokens": config.max_prefill_tokens or (512 if on_cpu else 8192),
@@ -99,19 +98,19 @@ def _fastest_dtype(on_cpu: bool) -> str:
     return "float32"
 
 
-def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, source: ModelSource) -> str:
+def _resolve_weights(config: EngineConfig, on_cpu: bool, dtype: str, backend: str, source: ModelSource) -> str:
     is_quantized = config.load_format != "dummy" and has_quantized_weights(source)
     if is_quantized and config.quantization != "none":
         raise ValueError(f"quantization must be none for a checkpoint that is quantised, got {config.quantization}")
-    possible = dtype == "bfloat16" and (is_quantized or config.quantization != "none")
-    possible = possible and (not on_cpu or CpuMatrix.available(DTYPES[dtype]))
+    possible = is_quantized or config.quantization != "none"
+    possible = possible and (backend == "cpu" if on_cpu else dtype == "bfloat16")
     if config.weights == "packed" and not possible:
         raise ValueError(
-            "weights=packed needs a quantised checkpoint, a device that multiplies bfloat16, and dtype bfloat16; got "
-            f"{source.path} on {'cpu' if on_cpu else 'gpu'} with dtype {dtype}"
+            "weights=packed needs a quantised checkpoint, and on a CPU attention_backend=cpu, on a GPU dtype=bfloat16; "
+            f"got {source.path} on {'cpu' if on_cpu else 'gpu'} with {backend} and {dtype}"
         )
     if config.weights == "auto":
-        return "packed" if possible and config.dtype == "auto" else "dense"
+        return "packed" if possible and (config.dtype == "auto" or not on_cpu) else "dense"
     return config.weights
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.filling import fill_slots
-from mini_sglang.weights.gguf import FOUR_BIT_TYPES, open_gguf
+from mini_sglang.weights.gguf import QUANTIZED_TYPES, open_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.hub import ModelSource
@@ -37,7 +37,7 @@ def has_quantized_weights(source: ModelSource) -> bool:
     """Whether the checkpoint holds quantised matrices that can be kept as they are."""
     if source.kind != "gguf":
         return read_quantization(source.path) is not None
-    return any(tensor.type in FOUR_BIT_TYPES for tensor in GGUFFile(source.path).tensors.values())
+    return any(tensor.type in QUANTIZED_TYPES for tensor in GGUFFile(source.path).tensors.values())
 
 
 def _match(

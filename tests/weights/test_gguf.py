@@ -58,6 +58,36 @@ def test_values_are_the_gguf_packages(tmp_path: Path, kind: str) -> None:
     assert torch.equal(tensor.dense(), torch.from_numpy(expected))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_as_they_are_stored_hold_the_same_values(tmp_path: Path, kind: str) -> None:
+    write_raw(tmp_path / "raw.gguf", gguf.GGMLQuantizationType[kind])
+    tensor = open_gguf(GGUFFile(tmp_path / "raw.gguf"), CONFIG)["model.layers.0.mlp.up_proj.weight"]
+    stored = tensor.quantized()
+    assert stored is not None
+    assert torch.equal(stored.dense(), tensor.dense())
+    bits = 4 if kind.startswith("Q4") else 8
+    assert stored.q.dtype == (torch.uint8 if bits == 4 else torch.int8)
+    assert stored.group_size == (16 if kind == "Q6_K" else 32)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_values_that_are_not_quantised_have_no_blocks(tmp_path: Path, kind: str) -> None:
+    write_raw(tmp_path / "raw.gguf", gguf.GGMLQuantizationType[kind])
+    assert open_gguf(GGUFFile(tmp_path / "raw.gguf"), CONFIG)["model.layers.0.mlp.up_proj.weight"].quantized() is None
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q8_0"])
+def test_reordered_rows_are_reordered_as_blocks_too(checkpoints: Checkpoints, kind: str) -> None:
+    checkpoint = checkpoints.write_gguf("llama", kind=kind)
+    file = GGUFFile(checkpoint.path)
+    tensors = open_gguf(file, config_from_gguf(file))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        tensor = tensors[f"model.layers.0.self_attn.{name}.weight"]
+        stored = tensor.quantized()
+        assert stored is not None
+        assert torch.equal(stored.dense(), tensor.dense())
+
+
 def test_many_rows_are_dequantised_in_parts(tmp_path: Path) -> None:
     stored = write_raw(tmp_path / "raw.gguf", gguf.GGMLQuantizationType.Q8_0, rows=3000, columns=1024)
     expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q8_0)

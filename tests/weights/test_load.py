@@ -93,9 +93,10 @@ def test_blocks_spell_the_dense_values(checkpoints: Checkpoints, family: str, ki
         assert torch.equal(blocks.dense(), store.values[name]), name
 
 
-def test_only_4_bit_files_have_quantized_weights(checkpoints: Checkpoints) -> None:
-    assert has_quantized_weights(checkpoints.write_gguf("llama", kind="Q4_1").source)
-    assert not has_quantized_weights(checkpoints.write_gguf("llama", kind="Q8_0").source)
+def test_files_of_blocks_have_quantized_weights(checkpoints: Checkpoints) -> None:
+    for kind in ("Q4_1", "Q5_0", "Q8_0"):
+        assert has_quantized_weights(checkpoints.write_gguf("llama", kind=kind).source)
+    assert not has_quantized_weights(checkpoints.write_gguf("llama", kind="F16").source)
     assert not has_quantized_weights(checkpoints.write("llama").source)
 
 

@@ -8,20 +8,26 @@ bits; all arithmetic is float32. `TorchKernels` and the reference attention defi
 from __future__ import annotations
 
 import math
-from functools import cache
+import struct
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.core.cgutils import for_range_slice
 from numba.extending import intrinsic
 
-_ROWS_PER_ITEM = 8  # that a thread takes at a time
+from mini_sglang.kernels.cpu.vectors import FLOAT, fma, load, load_floats, size_of, splat, store, totals
 
-_OPTIONS: dict[str, Any] = {
+_ROWS_PER_ITEM = 8  # that a thread takes at a time
+_LANES = 16  # of vectors in attention
+
+OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "nogil": True, "cache": True
 }  # fmt: skip
-_compile = cfunc("void(voidptr)", **_OPTIONS)
+_compile = cfunc("void(voidptr)", **OPTIONS)
 
 
 class Compiled(NamedTuple):
@@ -41,18 +47,18 @@ def compiled_for(element: Any) -> Compiled:
     def rms_norm(data):
         _, x_at, weight_at, out_at, rows, size = carray(data, (6,), np.int64)
         eps = carray(data, (7,), np.float64)[6]
-        x, out = carray(_pointer(x_at), (rows, size), element), carray(_pointer(out_at), (rows, size), element)
-        weight = carray(_pointer(weight_at), (size,), element)
+        x, out = carray(pointer(x_at), (rows, size), element), carray(pointer(out_at), (rows, size), element)
+        weight = carray(pointer(weight_at), (size,), element)
         first = next_work_item(data) * _ROWS_PER_ITEM
         while first < rows:
             for row in range(first, min(first + _ROWS_PER_ITEM, rows)):
                 total = np.float32(0)
                 for i in range(size):
-                    value = _widen(x[row, i])
+                    value = widen(x[row, i])
                     total += value * value
                 scale = np.float32(1 / math.sqrt(total / size + eps))
                 for i in range(size):
-                    out[row, i] = _narrow(_widen(x[row, i]) * scale * _widen(weight[i]), weight[i])
+                    out[row, i] = narrow(widen(x[row, i]) * scale * widen(weight[i]), weight[i])
             first = next_work_item(data) * _ROWS_PER_ITEM
 
     @_compile
@@ -62,15 +68,15 @@ def compiled_for(element: Any) -> Compiled:
         tokens, num_heads, kv_heads, size, context, num_cells = numbers[11:]
         eps = carray(data, (18,), np.float64)[17]
         half = size // 2
-        qkv = carray(_pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), element)
-        cos = carray(_pointer(cos_at), (context, half), element)
-        sin = carray(_pointer(sin_at), (context, half), element)
-        positions = carray(_pointer(positions_at), (tokens,), np.int64)
-        cells = carray(_pointer(cells_at), (tokens,), np.int64)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), element)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), element)
-        q_norm, k_norm = carray(_pointer(q_norm_at), (size,), element), carray(_pointer(k_norm_at), (size,), element)
-        q = carray(_pointer(q_at), (tokens, num_heads, size), element)
+        qkv = carray(pointer(qkv_at), (tokens, num_heads + 2 * kv_heads, size), element)
+        cos = carray(pointer(cos_at), (context, half), element)
+        sin = carray(pointer(sin_at), (context, half), element)
+        positions = carray(pointer(positions_at), (tokens,), np.int64)
+        cells = carray(pointer(cells_at), (tokens,), np.int64)
+        keys = carray(pointer(keys_at), (num_cells, kv_heads, size), element)
+        values = carray(pointer(values_at), (num_cells, kv_heads, size), element)
+        q_norm, k_norm = carray(pointer(q_norm_at), (size,), element), carray(pointer(k_norm_at), (size,), element)
+        q = carray(pointer(q_at), (tokens, num_heads, size), element)
         norm = q_norm_at != 0 and k_norm_at != 0
         values_of_head = np.empty(size, np.float32)
         first = next_work_item(data) * _ROWS_PER_ITEM
@@ -80,26 +86,26 @@ def compiled_for(element: Any) -> Compiled:
                 for head in range(num_heads + kv_heads):
                     is_query = head < num_heads
                     for i in range(size):
-                        values_of_head[i] = _widen(qkv[token, head, i])
+                        values_of_head[i] = widen(qkv[token, head, i])
                     if norm:
                         total = np.float32(0)
                         for i in range(size):
                             total += values_of_head[i] * values_of_head[i]
                         scale = np.float32(1 / math.sqrt(total / size + eps))
                         for i in range(size):
-                            weight = _widen(q_norm[i]) if is_query else _widen(k_norm[i])
+                            weight = widen(q_norm[i]) if is_query else widen(k_norm[i])
                             values_of_head[i] *= scale * weight
                     for i in range(half):
                         a, b = values_of_head[i], values_of_head[half + i]
-                        c, s = _widen(cos[position, i]), _widen(sin[position, i])
+                        c, s = widen(cos[position, i]), widen(sin[position, i])
                         values_of_head[i] = a * c - b * s
                         values_of_head[half + i] = b * c + a * s
                     if is_query:
                         for i in range(size):
-                            q[token, head, i] = _narrow(values_of_head[i], cos[0, 0])
+                            q[token, head, i] = narrow(values_of_head[i], cos[0, 0])
                     else:
                         for i in range(size):
-                            keys[target, head - num_heads, i] = _narrow(values_of_head[i], cos[0, 0])
+                            keys[target, head - num_heads, i] = narrow(values_of_head[i], cos[0, 0])
                 for head in range(kv_heads):
                     for i in range(size):
                         values[target, head, i] = qkv[token, num_heads + kv_heads + head, i]
@@ -108,78 +114,182 @@ def compiled_for(element: Any) -> Compiled:
     @_compile
     def silu_mul(data):
         _, gate_up_at, out_at, tokens, size = carray(data, (5,), np.int64)
-        gate_up = carray(_pointer(gate_up_at), (tokens, 2, size), element)
-        out = carray(_pointer(out_at), (tokens, size), element)
+        gate_up = carray(pointer(gate_up_at), (tokens, 2, size), element)
+        out = carray(pointer(out_at), (tokens, size), element)
         first = next_work_item(data) * _ROWS_PER_ITEM
         while first < tokens:
             for token in range(first, min(first + _ROWS_PER_ITEM, tokens)):
                 for i in range(size):
-                    gate, up = _widen(gate_up[token, 0, i]), _widen(gate_up[token, 1, i])
-                    out[token, i] = _narrow(gate / (np.float32(1) + _exp(-gate)) * up, gate_up[token, 0, i])
+                    gate, up = widen(gate_up[token, 0, i]), widen(gate_up[token, 1, i])
+                    out[token, i] = narrow(gate / (np.float32(1) + exp(-gate)) * up, gate_up[token, 0, i])
             first = next_work_item(data) * _ROWS_PER_ITEM
 
     @_compile
     def attend(data):
-        numbers = carray(data, (15,), np.int64)
-        _, q_at, keys_at, values_at, page_table_at, lengths_at, out_at = numbers[:7]
-        rows, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
+        numbers = carray(data, (16,), np.int64)
+        _, q_at, keys_at, values_at, page_table_at, blocks_at, out_at = numbers[:7]
+        num_blocks, most_queries, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
         group = num_heads // kv_heads
-        q = carray(_pointer(q_at), (rows, kv_heads, group, size), element)
-        keys = carray(_pointer(keys_at), (num_cells, kv_heads, size), element)
-        values = carray(_pointer(values_at), (num_cells, kv_heads, size), element)
-        page_table = carray(_pointer(page_table_at), (rows, table_width), np.int64)
-        lengths = carray(_pointer(lengths_at), (rows,), np.int64)
-        out = carray(_pointer(out_at), (rows, kv_heads, group, size), element)
-        scores = np.empty((group, table_width * page_size), np.float32)
-        query, acc = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
-        scale = np.float32(1 / math.sqrt(size))
+        keys = carray(pointer(keys_at), (num_cells, kv_heads, size), element)
+        values = carray(pointer(values_at), (num_cells, kv_heads, size), element)
+        blocks = carray(pointer(blocks_at), (num_blocks, 4), np.int64)
+        scores = np.empty((most_queries * group, table_width * page_size + 3), np.float32)
+        query, acc = np.empty((2, most_queries * group, size), np.float32)
+        scale, like = np.float32(1 / math.sqrt(size)), element(0)
+        stride = kv_heads * size * keys.itemsize
         item = next_work_item(data)
-        while item < rows * kv_heads:
-            row, kv_head = item // kv_heads, item % kv_heads
-            length = lengths[row]
-            seen_from = max(0, length - window) if window else 0
-            pages = range(seen_from // page_size, (length + page_size - 1) // page_size)
-            for head in range(group):
+        while item < num_blocks * kv_heads:
+            kv_head = item % kv_heads
+            row, first, count, start = blocks[item // kv_heads]
+            q = carray(pointer(q_at), (first + count, kv_heads, group, size), element)
+            out = carray(pointer(out_at), (first + count, kv_heads, group, size), element)
+            page_table = carray(pointer(page_table_at), (row + 1, table_width), np.int64)[row]
+            for index in range(count * group):
                 for i in range(size):
-                    query[head, i] = _widen(q[row, kv_head, head, i]) * scale
-                    acc[head, i] = 0
+                    query[index, i] = widen(q[first + index // group, kv_head, index % group, i]) * scale
+                    acc[index, i] = 0
+            seen_from = max(0, start + 1 - window) if window else 0
+            pages = range(seen_from // page_size, (start + count + page_size - 1) // page_size)
             for page in pages:
-                begin = page * page_size
-                shift = page_table[row, page] * page_size - begin  # from positions to cells
-                for position in range(max(begin, seen_from), min(begin + page_size, length)):
-                    for head in range(group):
-                        score = np.float32(0)
-                        for i in range(size):
-                            score += query[head, i] * _widen(keys[shift + position, kv_head, i])
-                        scores[head, position] = score
-            for head in range(group):
-                best = scores[head, seen_from]
-                for position in range(seen_from, length):
-                    best = max(best, scores[head, position])
-                total = np.float32(0)
-                for position in range(seen_from, length):
-                    scores[head, position] = _exp(scores[head, position] - best)
-                    total += scores[head, position]
-                for position in range(seen_from, length):
-                    scores[head, position] /= total
+                begin, cell = page * page_size, page_table[page] * page_size
+                for index in range(count * group):
+                    at, until = _seen(begin, page_size, start + index // group, window)
+                    key = keys[cell + at - begin :, kv_head].ctypes.data
+                    _dots(query[index].ctypes.data, key, size, stride, until - at, scores[index, at:].ctypes.data, like)
+            for index in range(count * group):
+                end = start + index // group + 1
+                _softmax(scores[index, max(0, end - window) if window else 0 : end])
             for page in pages:
-                begin = page * page_size
-                shift = page_table[row, page] * page_size - begin
-                for position in range(max(begin, seen_from), min(begin + page_size, length)):
-                    for head in range(group):
-                        weight = scores[head, position]
-                        for i in range(size):
-                            acc[head, i] += weight * _widen(values[shift + position, kv_head, i])
-            for head in range(group):
+                begin, cell = page * page_size, page_table[page] * page_size
+                for index in range(count * group):
+                    at, until = _seen(begin, page_size, start + index // group, window)
+                    value = values[cell + at - begin :, kv_head].ctypes.data
+                    weights = scores[index, at:].ctypes.data
+                    _add_weighted(weights, value, size, stride, until - at, acc[index].ctypes.data, like)
+            for index in range(count * group):
                 for i in range(size):
-                    out[row, kv_head, head, i] = _narrow(acc[head, i], keys[0, 0, 0])
+                    out[first + index // group, kv_head, index % group, i] = narrow(acc[index, i], keys[0, 0, 0])
             item = next_work_item(data)
 
     return Compiled(rms_norm, rope_store, silu_mul, attend)
 
 
+@njit(inline="always")
+def _seen(begin, page_size, position, window):
+    """From where to where of the page that starts at position `begin` a token at `position` sees."""
+    return max(begin, position + 1 - window) if window else begin, min(begin + page_size, position + 1)
+
+
 @intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def _dots(typing_context: Any, query: Any, key: Any, size: Any, stride: Any, count: Any, scores: Any, like: Any) -> Any:
+    """Write to `scores` the products of a query float32 [size] with `count` keys, and up to 3 more, of `like`'s type.
+
+    All but the last are int64s, three of them addresses; keys begin `stride` bytes after each other.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        query, key, size, stride, count, scores, _ = arguments
+        element, number = context.get_value_type(like), size.type
+        sums = [cgutils.alloca_once(builder, ir.VectorType(FLOAT, _LANES)) for _ in range(4)]
+        rest = [cgutils.alloca_once(builder, ir.VectorType(FLOAT, 1)) for _ in range(4)]
+        whole = builder.sub(size, builder.urem(size, number(_LANES)))
+        with for_range_slice(builder, number(0), count, number(4)) as (first, _):
+            of_keys = []
+            for index in range(4):  # the last key again where there are fewer
+                ahead = builder.add(first, number(index))
+                ahead = builder.select(builder.icmp_signed("<", ahead, count), ahead, builder.sub(count, number(1)))
+                of_keys.append(builder.add(key, builder.mul(ahead, stride)))
+            for cells, begin, end, lanes in ((sums, number(0), whole, _LANES), (rest, whole, size, 1)):
+                for cell in cells:
+                    builder.store(cell.type.pointee(None), cell)
+                with for_range_slice(builder, begin, end, number(lanes)) as (i, _):
+                    a = load_floats(builder, FLOAT, builder.add(query, builder.shl(i, number(2))), lanes)
+                    offset = builder.mul(i, number(size_of(element)))
+                    for at, cell in zip(of_keys, cells, strict=True):
+                        b = load_floats(builder, element, builder.add(at, offset), lanes)
+                        builder.store(fma(builder, a, b, builder.load(cell)), cell)
+            four = totals(builder, [builder.load(cell) for cell in sums])
+            for index, cell in enumerate(rest):
+                lane = ir.IntType(32)(index)
+                more = builder.extract_element(builder.load(cell), ir.IntType(32)(0))
+                four = builder.insert_element(four, builder.fadd(builder.extract_element(four, lane), more), lane)
+            store(builder, four, builder.add(scores, builder.shl(first, number(2))))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, like), generate
+
+
+@intrinsic
+def _add_weighted(
+    typing_context: Any, weights: Any, value: Any, size: Any, stride: Any, count: Any, sums: Any, like: Any
+) -> Any:
+    """Add to `sums` float32 [size] `count` values of the type of `like`, each times its float32 of `weights`, in order.
+
+    All but the last are int64s, three of them addresses; values begin `stride` bytes after each other.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, value, size, stride, count, sums, _ = arguments
+        element = context.get_value_type(like)
+        zero, many, whole = size.type(0), *(builder.sub(size, builder.urem(size, size.type(n))) for n in (32, _LANES))
+        for start, stop, lanes in ((zero, many, 32), (many, whole, _LANES), (whole, size, 1)):
+            floats = ir.VectorType(FLOAT, lanes)
+            cell = cgutils.alloca_once(builder, floats)
+            with for_range_slice(builder, start, stop, size.type(lanes)) as (i, _):
+                into = builder.add(sums, builder.shl(i, i.type(2)))
+                at = builder.add(value, builder.mul(i, i.type(size_of(element))))
+                builder.store(load(builder, floats, into), cell)
+                with cgutils.for_range(builder, count) as values:
+                    weight = load(builder, FLOAT, builder.add(weights, builder.shl(values.index, stride.type(2))))
+                    row = load_floats(builder, element, builder.add(at, builder.mul(values.index, stride)), lanes)
+                    added = fma(builder, splat(builder, weight, lanes), row, builder.load(cell))
+                    builder.store(added, cell)
+                store(builder, builder.load(cell), into)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, like), generate
+
+
+@njit(inline="always")
+def _softmax(scores):
+    best = _largest(scores.ctypes.data, scores.size)
+    total = np.float32(0)
+    for i in range(scores.size):
+        scores[i] = exp(scores[i] - best)
+        total += scores[i]
+    for i in range(scores.size):
+        scores[i] /= total
+
+
+@intrinsic
+def _largest(typing_context: Any, values: Any, count: Any) -> Any:
+    """The largest of `count` float32s at an address, at least one. Numba's own loop would compare one by one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, count = arguments
+        whole = builder.sub(count, builder.urem(count, count.type(8)))
+        best = []
+        for begin, end, lanes in ((count.type(0), whole, 8), (whole, count, 1)):
+            floats = ir.VectorType(FLOAT, lanes)
+            cell = cgutils.alloca_once(builder, floats)
+            builder.store(splat(builder, load(builder, FLOAT, values), lanes), cell)
+            with for_range_slice(builder, begin, end, count.type(lanes)) as (i, _):
+                value, most = load(builder, floats, builder.add(values, builder.shl(i, i.type(2)))), builder.load(cell)
+                builder.store(builder.select(builder.fcmp_ordered(">", value, most), value, most), cell)
+            best += [builder.extract_element(builder.load(cell), ir.IntType(32)(lane)) for lane in range(lanes)]
+        return reduce(lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a), best)
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@cache
+def float_bits(number: float) -> int:
+    """The bits of a float64, as an int64: how a kernel is passed one."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
     """An address as the pointer that `carray` takes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -189,7 +299,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _widen(typing_context: Any, value: Any) -> Any:
+def widen(typing_context: Any, value: Any) -> Any:
     """A float32 as it is, or the float32 whose upper half is the 16 bits of a bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -202,7 +312,7 @@ def _widen(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _narrow(typing_context: Any, value: Any, like: Any) -> Any:
+def narrow(typing_context: Any, value: Any, like: Any) -> Any:
     """A float32 as an element of the type of `like`: itself, or the bits of the nearest bfloat16 (ties to even)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -230,7 +340,7 @@ def _power_of_two(typing_context: Any, exponent: Any) -> Any:
 
 
 @njit(inline="always")
-def _exp(x):
+def exp(x):
     """exp(x) in float32 to about 2e-7, free of branches and calls so that loops over it become vector code.
 
     exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial.

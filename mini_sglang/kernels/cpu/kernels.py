@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import struct
 import threading
 import time
 import weakref
@@ -26,8 +25,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mini_sglang.kernels.cpu.compiled import compiled_for
-from mini_sglang.kernels.cpu.linear import CpuMatrix, Int4Matrix
+from mini_sglang.kernels.cpu.compiled import compiled_for, float_bits
+from mini_sglang.kernels.cpu.compiled_packed import PackedForm, compiled_packed
+from mini_sglang.kernels.cpu.linear import CpuMatrix
+from mini_sglang.kernels.cpu.packed import PackedMatrix
 from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
 from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
 from mini_sglang.weights.quantized_weight import QuantizedWeight
@@ -48,10 +49,14 @@ FEW_ROWS = 32  # at most this many rows are computed by one thread
 class CpuKernels:
     """`Kernels` for one dtype, float32 or bfloat16. Numba compiles them on first use and caches them on disk."""
 
+    max_queries = 8  # of a block of attention, which share what is read of keys and values
+
     def __init__(self, dtype: torch.dtype) -> None:
-        compiled = compiled_for(np.float32 if dtype == torch.float32 else np.uint16)
+        self._element = np.float32 if dtype == torch.float32 else np.uint16
+        compiled = compiled_for(self._element)
         self._rms_norm, self._rope_store, self._silu_mul, self._attend = map(ParallelKernel, compiled)
-        self._dtype, self._prepack = dtype, CpuMatrix.available(dtype)
+        self._packed: dict[PackedForm, tuple[ParallelKernel, ParallelKernel]] = {}
+        self._prepack = CpuMatrix.available(dtype)
         self._torch = TorchKernels()
         self._spin_guard = SpinGuard()
 
@@ -59,9 +64,14 @@ class CpuKernels:
         return CpuMatrix(self, weight, bias) if self._prepack else TorchMatrix(self, weight, bias)
 
     def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
-        if not self._prepack or not Int4Matrix.supports(weight):
-            return None
-        return CpuMatrix(self, weight.dense().to(self._dtype), bias, weight)
+        return PackedMatrix(self, weight, bias) if PackedMatrix.supports(weight) else None
+
+    def packed_kernels(self, form: PackedForm) -> tuple[ParallelKernel, ParallelKernel]:
+        """What quantises rows, and what multiplies them with weights of this form."""
+        if form not in self._packed:
+            compiled = compiled_packed(self._element, form)
+            self._packed[form] = ParallelKernel(compiled.quantise), ParallelKernel(compiled.multiply)
+        return self._packed[form]
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
         return TorchExperts(self, gate_up, down)
@@ -80,7 +90,7 @@ class CpuKernels:
             return self._torch.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
         self._rms_norm.run(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, _bits(eps), single_thread=rows <= FEW_ROWS
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, float_bits(eps), single_thread=rows <= FEW_ROWS
         )
         return out
 
@@ -110,7 +120,7 @@ class CpuKernels:
             k_norm.data_ptr() if k_norm is not None else 0,
             q.data_ptr(),
             *(tokens, num_heads, kv_heads, size, rotation.cos.shape[0], target.keys.shape[0]),
-            _bits(eps),
+            float_bits(eps),
             single_thread=tokens <= FEW_ROWS,
         )
         return q
@@ -129,25 +139,23 @@ class CpuKernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         page_table: torch.Tensor,
-        lengths: torch.Tensor,
+        blocks: torch.Tensor,
         page_size: int,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Attend one token per row over its row's pages. q [R, heads, head_dim] contiguous -> the same shape.
+        """Attend tokens of several rows causally. q [T, heads, head_dim] contiguous -> the same shape.
 
-        keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; lengths [R]
-        int64: the tokens of each row, its own included. With `window` a row sees only the last `window` of them.
+        keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; blocks [B, 4]
+        int64: row, first token in q, number of tokens (at most `max_queries`), its position. With `window` a
+        token sees only the last `window` positions, its own included. A token's result does not depend on its block.
         """
-        rows, num_heads, size = q.shape
         out = torch.empty_like(q)
+        _, num_heads, size = q.shape
         self._attend.run(
-            q.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            page_table.data_ptr(),
-            lengths.data_ptr(),
+            *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), page_table.data_ptr(), blocks.data_ptr()),
             out.data_ptr(),
-            *(rows, num_heads, keys.shape[1], size, keys.shape[0], page_size, page_table.shape[1], window or 0),
+            *(blocks.shape[0], self.max_queries, num_heads, keys.shape[1], size, keys.shape[0], page_size),
+            *(page_table.shape[1], window or 0),
         )
         return out
 
@@ -256,9 +264,3 @@ def _openmp_call() -> Callable[[int, int, int, int], None] | None:
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     call.restype = None
     return call
-
-
-@cache
-def _bits(number: float) -> int:
-    """The bits of a float64, as an int64."""
-    return int(struct.unpack("q", struct.pack("d", number))[0])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numba import carray, cfunc
 
-from mini_sglang.kernels.cpu.compiled import _pointer, next_work_item
+from mini_sglang.kernels.cpu.compiled import next_work_item, pointer
 from mini_sglang.kernels.cpu.kernels import ParallelKernel, SleepingTeam, SpinGuard
 
 ITEMS = 10_000
@@ -25,7 +25,7 @@ ITEMS = 10_000
 def count_up(data: Any) -> None:
     """Add 1 to the count of each work item."""
     numbers = carray(data, (2,), np.int64)
-    counts = carray(_pointer(numbers[1]), (ITEMS,), np.int64)
+    counts = carray(pointer(numbers[1]), (ITEMS,), np.int64)
     item = next_work_item(data)
     while item < ITEMS:
         counts[item] += 1
@@ -36,7 +36,7 @@ def count_up(data: Any) -> None:
 def take_one(data: Any) -> None:
     """Add 1 to the count of one work item."""
     numbers = carray(data, (2,), np.int64)
-    counts = carray(_pointer(numbers[1]), (ITEMS,), np.int64)
+    counts = carray(pointer(numbers[1]), (ITEMS,), np.int64)
     counts[next_work_item(data)] += 1
 
 
