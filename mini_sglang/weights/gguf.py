@@ -26,7 +26,7 @@ _TYPES = GGMLQuantizationType
 _SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FOUR_BIT_TYPES = frozenset({_TYPES.Q4_0, _TYPES.Q4_1})
 QUANTIZED_TYPES = FOUR_BIT_TYPES | set(BLOCK_TYPES)
-_CHUNK_BYTES = 1 << 20  # stored bytes to dequantise at a time: bounds the temporaries, which are several times larger
+_CHUNK_BYTES = 1 << 18  # stored bytes to dequantise at a time: bounds the temporaries, which are several times larger
 _GROUP_SIZE = 32  # weights per block of Q4_0 and Q4_1
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
