@@ -14,7 +14,8 @@ from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel
 class Placement:
     """Device and dtype of weights and activations, and the kernels for what lies between matmuls.
 
-    `packed` keeps 4-bit blocks packed for steps of few rows. `parallel` says which part of the model this rank holds.
+    `packed` leaves quantised matrices as they are stored, where the device has a kernel. `parallel` says which part of
+    the model this rank holds.
     """
 
     device: torch.device
