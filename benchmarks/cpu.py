@@ -69,9 +69,12 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def benchmarks(llama_server: str | None = None, vllm: str | None = None) -> list[Benchmark]:
+def benchmarks(
+    llama_server: str | None = None, vllm: str | None = None, libraries: str | None = None
+) -> list[Benchmark]:
     peers = {"llama.cpp": llama_server, "vllm": vllm}
     return [
+        *([Benchmark("peers", ("cpu_vs_peers.py", "--peers", libraries))] if libraries else []),
         Benchmark("transformers", ("cpu_vs_transformers.py",)),
         Benchmark("accuracy", ("load_generator_accuracy.py",), ("aiohttp",)),
         *(
@@ -87,8 +90,9 @@ def main() -> None:
     parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server, to be measured against")
     parser.add_argument("--vllm", metavar="PATH", help="the Python that has vLLM's CPU build, to be measured against")
+    parser.add_argument("--libraries", metavar="PATH", help="the Python that has llama-cpp-python and openvino-genai")
     args = parser.parse_args()
-    found = {benchmark.name: benchmark for benchmark in benchmarks(args.llama_server, args.vllm)}
+    found = {benchmark.name: benchmark for benchmark in benchmarks(args.llama_server, args.vllm, args.libraries)}
     for name in args.only.split(",") if args.only else found:
         if name not in found:
             parser.error(f"--only knows {', '.join(found)} (peers need their option), got {name!r}")

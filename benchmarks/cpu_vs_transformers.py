@@ -4,7 +4,7 @@
 
 Both sides live in this process and take turns, so that a change of the machine's speed hits both. Every prompt is new
 random tokens, the same for both; end tokens are ignored. Rates count generated tokens (prompt tokens for `prefill`)
-over the time of the whole call. `packed` keeps the file's 4-bit blocks and is compared with transformers in bfloat16,
+over the time of the whole call. `packed` multiplies the file's blocks and is compared with transformers in bfloat16,
 the fastest that it offers. The engine's own overhead is the time of a step with 16 running requests that is not spent
 inside the executor.
 """
@@ -35,7 +35,7 @@ MODEL = "smollm2-135m"
 FORMATS = {  # name -> (settings of this engine, transformers' dtype)
     "float32": ({"dtype": "float32"}, torch.float32),
     "bfloat16": ({"dtype": "bfloat16", "weights": "dense"}, torch.bfloat16),
-    "packed": ({"dtype": "bfloat16", "weights": "packed"}, torch.bfloat16),
+    "packed": ({"weights": "packed"}, torch.bfloat16),
 }
 
 

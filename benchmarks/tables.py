@@ -180,6 +180,16 @@ def offline_peer_rows(peers: Figures) -> Rows:
     return rows
 
 
+def library_rows(run: Figures) -> Rows:
+    """Of cpu_vs_peers.py."""
+    workloads = run["figures"]["workloads"]
+    engines = list(run["figures"]["peak_memory_bytes"])
+    rows = [["Workload, tok/s", *engines, "ratio to the best peer"]]
+    for name, figures in workloads.items():
+        rows.append([name, *(_number(figures[engine]) for engine in engines), f"{figures['ratio']:.2f}"])
+    return rows
+
+
 def peer_rows(run: Figures) -> Rows:
     """Of serving_vs_peers.py: a row for each rate, and one for both percentiles of each latency."""
     rows = [["Workload", "", "mini_sglang", run["figures"]["peer"], "ratio"]]
@@ -211,6 +221,7 @@ BLOCKS = [
     Block("h200-budget", ("h200-online-peers.json",), budget_rows),
     Block("h200-tp2", ("h200-tp2-peers.json", "h200-tp2.json"), tp_rows),
     Block("transformers", ("cpu-transformers.json",), transformers_rows),
+    Block("peers", ("cpu-peers.json",), library_rows),
     Block("offline-peers", ("cpu-offline-peers.json",), offline_peer_rows),
     Block("vllm", ("cpu-vllm.json",), peer_rows),
     Block("llama.cpp", ("cpu-llama.cpp.json",), peer_rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from mini_sglang.kernels.cpu.compiled_packed import best_instruction
 from mini_sglang.kernels.cpu.kernels import CpuKernels
-from mini_sglang.kernels.cpu.packed import PackedMatrix
+from mini_sglang.kernels.cpu.packed import PackedMatrix, form_of
 from mini_sglang.kernels.interface import Matrix, Norm
 from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.weights.quantized_weight import QuantizedWeight
@@ -144,8 +145,13 @@ def test_a_norm_is_the_kernels_norm() -> None:
 
 @pytest.mark.skipif(best_instruction() == "portable", reason="there is no other instruction to compare with")
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_instruction_gives_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("halves", [False, True])  # scales that 16 bits hold are kept in 16, but by plain code
+def test_every_instruction_gives_the_same_bits(bits: int, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight(50, 100, 32, bits), torch.randn(6, 100)
+    if halves:
+        assert weight.minimum is not None
+        weight = replace(weight, scale=weight.scale.half().float(), minimum=weight.minimum.half().float())
+    assert form_of(weight).scale_bits == (16 if halves else 32)
     fastest = packed(weight).matmul(x)
 
     monkeypatch.setattr("mini_sglang.kernels.cpu.packed.best_instruction", lambda: "portable")
