@@ -35,12 +35,11 @@ def fill_slots(plan: Sequence[Pair], title: str, *, show_progress: bool) -> None
         layers.setdefault(match[1] if match else tensor.name, []).append((tensor, slot))
     jobs = sorted(layers.values(), key=_largest, reverse=True)
     threads = torch.get_num_threads()
-    if min(threads, len(jobs)) == 1:
+    if min(threads, len(jobs)) == 1 or torch.cuda.is_initialized():  # copies to a GPU follow each other anyway
         for job in progress(jobs, title, show=show_progress):
             _fill(job)
         return
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    pool = ThreadPoolExecutor(min(threads, _MOST_THREADS), "load", _begin_thread, (device,))
+    pool = ThreadPoolExecutor(min(threads, _MOST_THREADS), "load", torch.set_num_threads, (1,))
     try:
         for filled in progress([pool.submit(_fill, job) for job in jobs], title, show=show_progress):
             filled.result()
@@ -52,12 +51,6 @@ def fill_slots(plan: Sequence[Pair], title: str, *, show_progress: bool) -> None
 
 def _largest(job: Iterable[Pair]) -> int:
     return max(math.prod(tensor.shape) for tensor, _ in job)
-
-
-def _begin_thread(device: int | None) -> None:
-    torch.set_num_threads(1)
-    if device is not None:
-        torch.cuda.set_device(device)
 
 
 def _fill(job: Iterable[Pair]) -> None:
