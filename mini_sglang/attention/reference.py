@@ -115,17 +115,12 @@ class _Compiled:
     """All rows in a kernel that reads the pages in place, and computes a token alike in every step."""
 
     def __init__(self, pool: KVPool, metadata: AttentionMetadata, kernels: CpuKernels, window: int | None) -> None:
-        self._pool = pool
-        self._kernels = kernels
-        self._window = window
+        self._pool, self._kernels, self._window = pool, kernels, window
         starts, counts, most = metadata.starts, metadata.counts, kernels.max_queries
-        self._blocks = torch.tensor(
-            [
-                (row, first + done, min(most, counts[row] - done), starts[row] + done)
-                for row, first in enumerate(_exclusive_cumsum(counts))
-                for done in range(0, counts[row], most)
-            ]
-        )
+        firsts = _exclusive_cumsum(counts)
+        pieces = [(row, done) for row in range(len(counts)) for done in range(0, counts[row], most)]
+        blocks = [(row, firsts[row] + done, min(most, counts[row] - done), starts[row] + done) for row, done in pieces]
+        self._blocks = torch.tensor(blocks)
         length = max(start + count for start, count in zip(starts, counts, strict=True))
         self._page_table = metadata.page_table[:, : -(-length // pool.page_size)].contiguous()
 
