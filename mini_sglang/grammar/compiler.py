@@ -90,7 +90,7 @@ class Matcher:
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
         self._ending_length = 0  # at the latest look
         # The most tokens by which it was longer than at the look before, and a few; one more argument takes many.
-        self._growth = max(4, room_for_a_call // 4)
+        self._growth = max(4, min(room_for_a_call // 4, max_tokens // 8))
         self._ending: list[int] = []  # what is left of the one that is followed
 
     def advance(self, token_id: int) -> None:
