@@ -308,6 +308,18 @@ FEATURES = (
         evidence=evidence.changed_by("fp8 KV"),
     ),
     Feature(
+        name="packed weights",
+        short="w4",
+        meaning="Matrices are quantised to 4 bits and multiplied in integers; the plain run does so too.",
+        numerics={"quantization": "w4a16", "weights": "packed"},
+        senseless={
+            "GGUF blocks": "A checkpoint that is quantised is not quantised again; its blocks are packed as well.",
+            "fp8 KV": "The attention of CPUs that packed weights need stores no fp8.",
+            "TP 2": "A rank quantises its part of the activations, whose blocks lie elsewhere and round otherwise.",
+        },
+        evidence=evidence.changed_by("packed weights"),
+    ),
+    Feature(
         name="LLM",
         short="LLM",
         meaning="The request comes through `LLM.generate`.",
