@@ -41,11 +41,7 @@ class TritonKernels:
 
     def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
         packed = pack(weight)
-        if packed is None:
-            return None
-        if packed.is_float8:
-            return Float8Matrix(packed, bias, deterministic=self._deterministic)
-        return WeightOnlyMatrix(packed, bias, deterministic=self._deterministic)
+        return None if packed is None else QuantizedMatrix(packed, bias, deterministic=self._deterministic)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TritonExperts:
         return TritonExperts(gate_up, down, deterministic=self._deterministic)
@@ -134,34 +130,24 @@ class InvariantMatrix:
         return Residual(matmul(x, self.weight, self._bias, residual=residual))
 
 
-class Float8Matrix:
-    """`Matrix` with a weight in float8. One row stays as it is, more are quantised to float8 as well."""
+class QuantizedMatrix:
+    """`Matrix` with a weight in 4 or 8 bits. One row is multiplied as it is; for more, see `_product`."""
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, *, deterministic: bool) -> None:
         self._packed, self._bias, self._deterministic = weight, bias, deterministic
         self.weight = weight.q
-        self._scale = weight.scale.float().t().contiguous()
-        self._grouped = len(self._scale) > 1
+        self._scale = weight.scale.float().t().contiguous() if weight.is_float8 else None
 
     def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self._is_one(x):
-            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, out=out)
-        return self._multiply(x, norm, out=out)
+        return self._product(x, norm, out=out)
 
     def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
-        if self._is_one(x):
-            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, gated=True)
-        return self._multiply(x, norm, gated=True)
+        return self._product(x, norm, gated=True)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
-        if self._is_one(x):
-            return Residual(quantized_gemv(x, self._packed, bias=self._bias, residual=residual))
-        return Residual(self._multiply(x, None, residual=residual))
+        return Residual(self._product(x, None, residual=residual))
 
-    def _is_one(self, x: torch.Tensor) -> bool:
-        return not self._deterministic and len(x) == 1
-
-    def _multiply(
+    def _product(
         self,
         x: torch.Tensor,
         norm: Norm | None,
@@ -170,52 +156,43 @@ class Float8Matrix:
         gated: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q, scale = quantize_rows(x, norm, grouped=self._grouped, prefetch=self.weight)
-        scales, splits = Scales(scale, self._scale), 1
-        if self._grouped and not self._deterministic:
-            tiles = cdiv(len(x), GROUPED_TILE.rows) * cdiv(len(self.weight), GROUPED_TILE.columns)
+        """Float8 weights meet rows in float8. Others are unpacked tile by tile, or as a whole for the library."""
+        weight, bias = self._packed, self._bias
+        if len(x) == 1 and not self._deterministic:
+            return quantized_gemv(x, weight, bias=bias, norm=norm, gated=gated, residual=residual, out=out)
+        if self._scale is not None:
+            return self._float8_product(x, norm, self._scale, residual=residual, gated=gated, out=out)
+        x = _normed(x, norm, self.weight)
+        if self._deterministic:
+            return weight_only_matmul(x, weight, bias, residual, gated=gated, out=out, tile=INVARIANT_TILE)
+        if len(x) <= _MANY_ROWS:
+            return weight_only_matmul(x, weight, bias, residual, gated=gated, out=out)
+        product = linear(x, dequantize(weight, x.dtype), bias, out)
+        if gated:
+            return silu_mul(product)
+        return product if residual is None else residual + product
+
+    def _float8_product(
+        self,
+        x: torch.Tensor,
+        norm: Norm | None,
+        scale: torch.Tensor,
+        *,
+        residual: torch.Tensor | None,
+        gated: bool,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`scale`: the weight's, [groups, N]"""
+        grouped, columns = len(scale) > 1, len(self.weight)
+        q, x_scale = quantize_rows(x, norm, grouped=grouped, prefetch=self.weight)
+        splits = 1
+        if grouped and not self._deterministic:
+            tiles = cdiv(len(x), GROUPED_TILE.rows) * cdiv(columns, GROUPED_TILE.columns)
             splits = num_splits(tiles, x.shape[1])
         if residual is None and out is None:
-            out = x.new_empty(len(x), len(self.weight) // 2 if gated else len(self.weight))
+            out = x.new_empty(len(x), columns // 2 if gated else columns)
+        scales = Scales(x_scale, scale)
         return matmul(q, self.weight, self._bias, residual, scales=scales, gated=gated, out=out, splits=splits)
-
-
-class WeightOnlyMatrix:
-    """`Matrix` with a weight in 4 or 8 bits, and activations as they are."""
-
-    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, *, deterministic: bool) -> None:
-        self._packed, self._bias, self._deterministic = weight, bias, deterministic
-        self._tile = INVARIANT_TILE if deterministic else None
-        self.weight = weight.q
-
-    def matmul(self, x: torch.Tensor, norm: Norm | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self._is_one(x):
-            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, out=out)
-        x = _normed(x, norm, self.weight)
-        if self._are_many(x):
-            return linear(x, dequantize(self._packed, x.dtype), self._bias, out)
-        return weight_only_matmul(x, self._packed, self._bias, out=out, tile=self._tile)
-
-    def gated(self, x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor | None = None) -> torch.Tensor:
-        if self._is_one(x):
-            return quantized_gemv(x, self._packed, bias=self._bias, norm=norm, gated=True)
-        if self._are_many(x):
-            return silu_mul(self.matmul(x, norm))
-        x = _normed(x, norm, self.weight)
-        return weight_only_matmul(x, self._packed, self._bias, gated=True, tile=self._tile)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, next_norm: Norm | None = None) -> Residual:
-        if self._is_one(x):
-            return Residual(quantized_gemv(x, self._packed, bias=self._bias, residual=residual))
-        if self._are_many(x):
-            return Residual(residual + self.matmul(x))
-        return Residual(weight_only_matmul(x, self._packed, self._bias, residual, tile=self._tile))
-
-    def _is_one(self, x: torch.Tensor) -> bool:
-        return not self._deterministic and len(x) == 1
-
-    def _are_many(self, x: torch.Tensor) -> bool:
-        return not self._deterministic and len(x) > _MANY_ROWS
 
 
 class TritonExperts:

@@ -24,10 +24,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
+from mini_sglang.kernels.triton.quantize_rows import GROUP
 from mini_sglang.kernels.triton.split_k import sum_partials
 
 _MIN_PROGRAMS = 128  # that a product should be cut into: about one for each multiprocessor of an H100
-GROUP = 128  # inputs of float8 operands that may have a scale of their own
 ROW_TILES = 8  # whose programs run one after the other, so that they find a column's weights in the L2 cache
 
 
@@ -115,8 +115,7 @@ def matmul(
         is_grouped = scales is not None and scales.grouped
         tile = tile or (GROUPED_TILE if is_grouped else matmul_tile(rows, weight.shape[0], x.dtype))
         if splits > 1:
-            partials = torch.empty(splits, rows, len(weight), dtype=torch.float32, device=x.device)
-            _launch(x, weight, None, None, partials, tile, scales=scales, splits=splits)
+            partials = matmul_partials(x, weight, splits, scales=scales, tile=tile)
             return sum_partials(partials, out, bias, residual, gated=gated)
         _launch(x, weight, bias, residual, out, tile, scales=scales, gated=gated)
     return out
@@ -133,7 +132,9 @@ class Scales(NamedTuple):
         return len(self.x) > 1
 
 
-def matmul_partials(x: torch.Tensor, weight: torch.Tensor, splits: int, *, tile: MatmulTile) -> torch.Tensor:
+def matmul_partials(
+    x: torch.Tensor, weight: torch.Tensor, splits: int, *, tile: MatmulTile, scales: Scales | None = None
+) -> torch.Tensor:
     """Partial sums of x [rows, K], rows contiguous, times weight [N, K] contiguous -> [splits, rows, N] float32
 
     K is cut into `splits` slices (split-K), so that few rows and columns keep every multiprocessor busy. The sum of
@@ -142,7 +143,7 @@ def matmul_partials(x: torch.Tensor, weight: torch.Tensor, splits: int, *, tile:
     _check(x, weight, None)
     out = torch.empty(splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     if len(x):
-        _launch(x, weight, None, None, out, tile, splits=splits)
+        _launch(x, weight, None, None, out, tile, scales=scales, splits=splits)
     return out
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from mini_sglang.kernels.interface import FP8, Norm
 from mini_sglang.kernels.triton.gemv import gemv_reference
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
+from mini_sglang.kernels.triton.quantize_rows import GROUP
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 _CHUNK_BYTES = 16
@@ -51,7 +52,7 @@ class PackedWeight:
     @property
     def is_float8(self) -> bool:
         """Whether products in float8 can take it: by its scales, for rows or for 128 inputs each."""
-        return self.q.dtype == FP8 and (self.group_size in (128, self.q.shape[1])) and self.q.shape[1] % 16 == 0
+        return self.q.dtype == FP8 and (self.group_size in (GROUP, self.q.shape[1])) and self.q.shape[1] % 16 == 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -193,6 +194,44 @@ def quantized_gemv_reference(
     return gemv_reference(x, dense, bias=bias, norm=norm, gated=gated, residual=residual)
 
 
+_FLOAT8_PTX = tl.constexpr(
+    """
+    {
+        .reg .b16 low, high, a, b, c, d;
+        .reg .b32 ab, cd;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 ab, low;
+        cvt.rn.f16x2.e4m3x2 cd, high;
+        mov.b32 {a, b}, ab;
+        mov.b32 {c, d}, cd;
+        cvt.f32.f16 $0, a;
+        cvt.f32.f16 $1, b;
+        cvt.f32.f16 $2, c;
+        cvt.f32.f16 $3, d;
+    }
+    """
+)
+_NIBBLES_PTX = tl.constexpr(
+    """
+    {
+        .reg .b16 a, b, c, d;
+        .reg .b32 ac, bd;
+        and.b32 ac, $4, 0x000f000f;
+        or.b32 ac, ac, 0x64006400;
+        shr.u32 bd, $4, 8;
+        and.b32 bd, bd, 0x000f000f;
+        or.b32 bd, bd, 0x64006400;
+        mov.b32 {a, c}, ac;
+        mov.b32 {b, d}, bd;
+        cvt.f32.f16 $0, a;
+        cvt.f32.f16 $1, b;
+        cvt.f32.f16 $2, c;
+        cvt.f32.f16 $3, d;
+    }
+    """
+)
+
+
 @triton.jit
 def _quarters(x):
     """x [CHUNKS, 16] -> elements 0, 4, 8, …, then 1, 5, 9, …, and so on: four of [CHUNKS, 4]"""
@@ -203,31 +242,23 @@ def _quarters(x):
 
 
 @triton.jit
+def _four_floats(words, PTX: tl.constexpr):
+    """Four float32 of each int32, by instructions that read $4 and write $0 to $3."""
+    return tl.inline_asm_elementwise(
+        PTX,
+        "=f,=f,=f,=f,r",
+        [words],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _four_float8(words, ASM: tl.constexpr):
     """The four float8_e4m3fn of each int32, lowest byte first, as float32."""
     if ASM:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b16 low, high, a, b, c, d;
-                .reg .b32 ab, cd;
-                mov.b32 {low, high}, $4;
-                cvt.rn.f16x2.e4m3x2 ab, low;
-                cvt.rn.f16x2.e4m3x2 cd, high;
-                mov.b32 {a, b}, ab;
-                mov.b32 {c, d}, cd;
-                cvt.f32.f16 $0, a;
-                cvt.f32.f16 $1, b;
-                cvt.f32.f16 $2, c;
-                cvt.f32.f16 $3, d;
-            }
-            """,
-            "=f,=f,=f,=f,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
+        return _four_floats(words, _FLOAT8_PTX)
     return _float8(words), _float8(words >> 8), _float8(words >> 16), _float8(words >> 24)
 
 
@@ -243,30 +274,7 @@ def _four_nibbles(words, ASM: tl.constexpr):
     A float16 with the exponent of 1024 has room for an integer below 16: so no integer is converted.
     """
     if ASM:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b16 a, b, c, d;
-                .reg .b32 ac, bd;
-                and.b32 ac, $4, 0x000f000f;
-                or.b32 ac, ac, 0x64006400;
-                shr.u32 bd, $4, 8;
-                and.b32 bd, bd, 0x000f000f;
-                or.b32 bd, bd, 0x64006400;
-                mov.b32 {a, c}, ac;
-                mov.b32 {b, d}, bd;
-                cvt.f32.f16 $0, a;
-                cvt.f32.f16 $1, b;
-                cvt.f32.f16 $2, c;
-                cvt.f32.f16 $3, d;
-            }
-            """,
-            "=f,=f,=f,=f,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
+        return _four_floats(words, _NIBBLES_PTX)
     return _nibble(words), _nibble(words >> 8), _nibble(words >> 16), _nibble(words >> 24)
 
 

@@ -23,7 +23,7 @@ _BLOCK = 512
 
 def num_splits(programs: int, depth: int) -> int:
     """Into how many slices of K a product of this many tiles is cut."""
-    return max(1, min(_MOST, _PROGRAMS // programs, depth // _LEAST_DEPTH))
+    return max(1, min(_MOST, _PROGRAMS // max(programs, 1), depth // _LEAST_DEPTH))
 
 
 def sum_partials(

@@ -131,6 +131,28 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def _halves_ptx(zero: int) -> str:
+    """Low halves of four bytes in $4 to $0 and $1, high halves to $2 and $3: pairs of bfloat16, less `zero`."""
+    pairs = (("$0", "low", "0x4140"), ("$1", "low", "0x4342"), ("$2", "high", "0x4140"), ("$3", "high", "0x4342"))
+    widen = "\n".join(f"prmt.b32 {pair}, {half}, 0x43434343, {select};" for pair, half, select in pairs)
+    subtract = "\n".join(f"sub.rn.bf16x2 {pair}, {pair}, offset;" for pair, _, _ in pairs)
+    return f"""
+    {{
+        .reg .b32 low, high, offset;
+        and.b32 low, $4, 0x0f0f0f0f;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x0f0f0f0f;
+        mov.b32 offset, 0x43{zero:02x}43{zero:02x};
+        {widen}
+        {subtract}
+    }}
+    """
+
+
+_HALVES_PTX = tl.constexpr(_halves_ptx(0))
+_HALVES_LESS_8_PTX = tl.constexpr(_halves_ptx(8))
+
+
 @triton.jit
 def _halves(q, dtype: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
     """The low and the high half of each byte, less ZERO, in `dtype`.
@@ -140,49 +162,8 @@ def _halves(q, dtype: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
     if not ASM:
         return ((q & 15).to(tl.int8) - ZERO).to(dtype), ((q >> 4).to(tl.int8) - ZERO).to(dtype)
     tl.static_assert(ZERO == 0 or ZERO == 8)
-    if ZERO == 8:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 low, high, offset;
-                and.b32 low, $4, 0x0f0f0f0f;
-                shr.u32 high, $4, 4;
-                and.b32 high, high, 0x0f0f0f0f;
-                mov.b32 offset, 0x43084308;
-                prmt.b32 $0, low, 0x43434343, 0x4140;
-                prmt.b32 $1, low, 0x43434343, 0x4342;
-                prmt.b32 $2, high, 0x43434343, 0x4140;
-                prmt.b32 $3, high, 0x43434343, 0x4342;
-                sub.rn.bf16x2 $0, $0, offset;
-                sub.rn.bf16x2 $1, $1, offset;
-                sub.rn.bf16x2 $2, $2, offset;
-                sub.rn.bf16x2 $3, $3, offset;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r",
-            [q],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
     return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 low, high, offset;
-            and.b32 low, $4, 0x0f0f0f0f;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0f0f0f0f;
-            mov.b32 offset, 0x43004300;
-            prmt.b32 $0, low, 0x43434343, 0x4140;
-            prmt.b32 $1, low, 0x43434343, 0x4342;
-            prmt.b32 $2, high, 0x43434343, 0x4140;
-            prmt.b32 $3, high, 0x43434343, 0x4342;
-            sub.rn.bf16x2 $0, $0, offset;
-            sub.rn.bf16x2 $1, $1, offset;
-            sub.rn.bf16x2 $2, $2, offset;
-            sub.rn.bf16x2 $3, $3, offset;
-        }
-        """,
+        _HALVES_PTX if ZERO == 0 else _HALVES_LESS_8_PTX,
         "=&r,=&r,=&r,=&r,r",
         [q],
         dtype=(tl.bfloat16, tl.bfloat16),

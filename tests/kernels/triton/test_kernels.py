@@ -90,6 +90,20 @@ def test_a_quantised_matrix_equals_the_dequantised_one(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_quantised_matrix_takes_no_rows(device: torch.device, deterministic: bool, kind: str) -> None:
+    """As in a step that computes a part of a prompt and samples nothing."""
+    matrix = TritonKernels(deterministic=deterministic).quantized_matrix(
+        random_weight(kind, 96, 256, 128).to(device), None
+    )
+    assert matrix is not None
+    x, norm = torch.empty(0, 256, device=device), Norm(torch.ones(256, device=device), 1e-6)
+    assert matrix.matmul(x, norm).shape == (0, 96)
+    assert matrix.gated(x, norm).shape == (0, 48)
+    assert matrix.add_to(torch.empty(0, 96, device=device), x).x.shape == (0, 96)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_deterministic_quantised_matrix_gives_a_row_the_same_bits_in_any_batch(
     device: torch.device, kind: str
 ) -> None:

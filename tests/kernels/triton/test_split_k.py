@@ -28,3 +28,4 @@ def test_few_tiles_are_cut_and_short_slices_avoided() -> None:
     assert num_splits(96, 4096) == 2
     assert num_splits(32, 1024) == 2
     assert num_splits(192, 4096) == num_splits(1000, 4096) == num_splits(1, 64) == 1
+    assert num_splits(0, 4096) >= 1
