@@ -15,6 +15,7 @@ prints what the file holds; `python -m benchmarks.tables` puts what readers ask 
     start          from the start of a process to its first token, with an empty Triton cache and with a full one
     deterministic  bitwise equality, and the offline workload in deterministic mode
     parity         the engine against transformers
+    quantised_parity  likewise, with weights in FP8 and 4 bits
 """
 
 from __future__ import annotations
@@ -186,9 +187,14 @@ def parity(bench: Bench) -> Iterator[Figures]:
     yield {"parity": figures}
 
 
-SECTIONS: dict[str, Callable[[Bench], Iterator[Figures]]] = {
-    section.__name__: section for section in (host, single, quantised, kernels, offline, start, deterministic, parity)
-}
+def quantised_parity(bench: Bench) -> Iterator[Figures]:
+    figures = importlib.import_module("gpu_parity").quantised_parity()
+    bench.console.print("parity of quantised weights", figures)
+    yield {"quantised_parity": figures}
+
+
+_ALL = (host, single, quantised, kernels, offline, start, deterministic, parity, quantised_parity)
+SECTIONS: dict[str, Callable[[Bench], Iterator[Figures]]] = {section.__name__: section for section in _ALL}
 
 
 @dataclass(frozen=True)

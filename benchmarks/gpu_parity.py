@@ -8,6 +8,10 @@ the next ones of 8,000 prompts (prefill steps). Transformers scores the same tok
 and in bfloat16; each side's figure is its distance from the exact log-probabilities. `qwen3-0.6b` and `llama-3.2-1b`
 are random weights of these shapes, written once by transformers and loaded by both sides.
 
+`quantised_parity` does the same with weights in FP8 and 4 bits, of which transformers gets the dequantised values.
+Where our activations are float8 too, transformers scores the tokens once more in float32 with activations rounded
+alike: that error is the format's, and ours may be as large as it and bfloat16's together.
+
 Beyond a 99th percentile lie 20 of 2,000 tokens, and others whenever rounding changes what is sampled: too few to tell
 two sides apart.
 """
@@ -27,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
 from mini_sglang.outputs import TokenOutput
+from mini_sglang.quantize import Format, quantize_model
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.verify import PROMPTS, load_reference
@@ -42,6 +47,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of settings that 
     "overlap on and off, no graphs": ({"run_ahead": 1, **NO_GRAPHS}, {"run_ahead": 0, **NO_GRAPHS}),
     "graphs on and off, deterministic": ({"deterministic": True}, {"deterministic": True, **NO_GRAPHS}),
 }
+ACTIVATION_GROUPS: dict[Format, int | None] = {"fp8": 0, "fp8-block": 128, "w4a16": None}  # None: they stay as they are
 ROWS = 8
 SAMPLES = 4  # of each prompt
 RESAMPLED = 200  # times, for the standard error of a percentile
@@ -183,14 +189,19 @@ def score_by_transformers(model: str, sequences: list[Sequence], device: str) ->
         for parameter in reference.parameters():  # not the rotary buffers, which from_pretrained keeps in float32 too
             parameter.data = parameter.data.to(dtype)
         reference.set_attn_implementation(attention)
-        scores = []
-        for prompt, output in sequences:
-            logits = reference(torch.tensor([prompt + output], device=device)).logits[0, len(prompt) - 1 : -1]
-            chosen = torch.tensor(output, device=device).unsqueeze(1)
-            scores.append(logits.float().log_softmax(-1).gather(1, chosen).squeeze(1).double().cpu())
-        results.append(torch.cat(scores))
+        results.append(score(reference, sequences, device))
     exact, rounded = results
     return exact, rounded
+
+
+def score(reference: Any, sequences: list[Sequence], device: str) -> torch.Tensor:
+    """A transformers model's log-probabilities of the tokens of all sequences [tokens] float64."""
+    scores = []
+    for prompt, output in sequences:
+        logits = reference(torch.tensor([prompt + output], device=device)).logits[0, len(prompt) - 1 : -1]
+        chosen = torch.tensor(output, device=device).unsqueeze(1)
+        scores.append(logits.float().log_softmax(-1).gather(1, chosen).squeeze(1).double().cpu())
+    return torch.cat(scores)
 
 
 def distances(logprobs: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
@@ -206,7 +217,70 @@ def distances(logprobs: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
     }
 
 
-# --- (3) graphs and overlap ------------------------------------------------------------------------------------------
+# --- (3) quantised weights -------------------------------------------------------------------------------------------
+
+
+def quantised_parity(*, device: str = "cuda", model: str = "qwen3-0.6b", num_tokens: int = 8000) -> dict[str, Any]:
+    """For each format what `measure` returns, beside the error of activations in float8, in random weights of a shape.
+
+    `no_worse` is whether neither path's mean distance is larger than transformers' in bfloat16 and that error together.
+    """
+    torch.set_float32_matmul_precision("highest")
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        dense = Path(folder) / "dense"
+        write_random_model(SHAPES / model, dense, device)
+        prompts = random_prompts(AutoConfig.from_pretrained(dense).vocab_size) * SAMPLES
+        for kind, group in ACTIVATION_GROUPS.items():
+            target = Path(folder) / kind
+            quantize_model(resolve_model(str(dense)), target, kind)
+            figures[kind] = measure_quantised(str(target), prompts, device, num_tokens, group)
+    return figures
+
+
+def measure_quantised(
+    model: str, prompts: list[list[int]], device: str, num_tokens: int, group: int | None
+) -> dict[str, Any]:
+    """`measure` with weights kept as they are stored; `group` is as in `round_activations`."""
+    sequences, decoded = sample_and_score(model, prompts, device, num_tokens, weights="packed")
+    prefilled = score_by_prefill(model, sequences, device, weights="packed")
+    exact, theirs = score_by_transformers(model, sequences, device)
+    ours = {"decode": distances(decoded, exact), "prefill": distances(prefilled, exact)}
+    reference, of_activations = distances(theirs, exact), None
+    bound = reference["mean"]
+    if group is not None:
+        rounded = load_reference(resolve_model(model)).to(device)
+        round_activations(rounded, group)
+        with torch.inference_mode():
+            of_activations = distances(score(rounded, sequences, device), exact)
+        bound += of_activations["mean"]
+    return {
+        "tokens": len(exact),
+        "ours": ours,
+        "transformers_bfloat16": reference,
+        "activations_float8": of_activations,
+        "no_worse": {path: mine["mean"] <= bound for path, mine in ours.items()},
+    }
+
+
+def round_activations(model: Any, group: int) -> None:
+    """From now on the linear layers within `model`'s blocks read float8, a scale for each `group` inputs; 0: for all.
+
+    A scale makes the largest magnitude 448, the largest float8, as in our kernels.
+    """
+
+    def rounded(module: torch.nn.Linear, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (x,) = arguments
+        groups = x.reshape(*x.shape[:-1], -1, group or x.shape[-1])
+        scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
+        return (((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "layers." in name:
+            module.register_forward_pre_hook(rounded)
+
+
+# --- (4) graphs and overlap ------------------------------------------------------------------------------------------
 
 
 def equal_modes(model: str, prompts: list[list[int]], device: str, num_tokens: int = 64) -> dict[str, bool]:
