@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels.interface",
         "model_config",
         "parallel",
+        "weights.arriving_matrix",
         "weights.quantized_weight",
         "weights.tensor",
     },

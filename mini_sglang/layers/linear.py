@@ -1,14 +1,15 @@
 """Linear layers: one matmul over weights that may arrive as several checkpoint tensors.
 
-q, k and v (and the MLP's gate and up) are stacked into one matrix, so that a step reads them in one matmul. Each part
-knows its rows; when the last part has arrived the kernels lay the matrix out for the device. A layer is told once, when
-the model is built, which norms stand around it and which weight is read behind its own: kernels may fuse them. Each
-rank loads its shards of the parts alone.
+q, k and v (and the MLP's gate and up) are stacked into one matrix, so that a step reads them in one matmul. When the
+last part has arrived (`weights/arriving_matrix.py`), the kernels lay the matrix out for the device. A layer is told
+once, when the model is built, which norms stand around it and which weight is read behind its own: kernels may fuse
+them. Each rank loads its shards of the parts alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -16,7 +17,6 @@ from mini_sglang.kernels.interface import Matrix, Norm, Residual
 from mini_sglang.layers.norm import NO_NORMS, BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import Shard, whole
-from mini_sglang.weights.quantized_weight import QuantizedWeight
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
@@ -43,24 +43,16 @@ class Linear:
         prefetched: Linear | None = None,
         quantized: bool = True,
     ) -> None:
-        self._inputs = _as_shard(in_features)
-        self._parts = {name: _as_shard(rows) for name, rows in parts.items()}
-        self.in_features = self._inputs.size
-        self._spans: dict[str, slice] = {}  # the rows of each part
-        self.out_features = 0
-        for name, rows in self._parts.items():
-            self._spans[name] = slice(self.out_features, self.out_features + rows.size)
-            self.out_features += rows.size
+        shards = {name: _as_shard(rows) for name, rows in parts.items()}
+        self._arriving = placement.arriving(shards, _as_shard(in_features), quantized=quantized)
+        self.in_features, self.out_features = self._arriving.inputs.size, self._arriving.out_features
         self._placement = placement
         self._summed = summed
-        self._quantize = placement.quantize if quantized else None
         self._norms, self._prefetched = norms, prefetched
-        self._weight: torch.Tensor | None = None  # [out, in]; here only until it is laid out
-        self._quantized: dict[str, QuantizedWeight] = {}  # likewise, the parts that are kept as they are stored
         self._bias: torch.Tensor | None = None
         if bias:
             self._bias = torch.empty(self.out_features, dtype=placement.dtype, device=placement.device)
-        self._missing = set(parts) | ({f"{name}.bias" for name in parts} if bias else set())
+        self._missing_biases = set(parts) if bias else set()
         self._laid_out: Matrix | None = None
 
     def __call__(self, residual: Residual, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,72 +89,41 @@ class Linear:
 
     @property
     def _matrix(self) -> Matrix:
-        assert self._laid_out is not None, f"weights that never arrived: {sorted(self._missing)}"
+        assert self._laid_out is not None, f"never arrived: {self._arriving.missing}, biases {self._missing_biases}"
         return self._laid_out
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors that fill this layer; `prefix` is the path of the module that holds the parts."""
         slots: dict[str, WeightSlot] = {}
-        for name, rows in self._parts.items():
+        for name, rows in self._arriving.parts.items():
             path = f"{prefix}.{name}" if prefix else name
-            slots[f"{path}.weight"] = WeightSlot((rows.full, self._inputs.full), self._weight_loader(name))
+            shape = (rows.full, self._arriving.inputs.full)
+            slots[f"{path}.weight"] = WeightSlot(shape, partial(self._load_weight, name))
             if self._bias is not None:
-                slots[f"{path}.bias"] = WeightSlot((rows.full,), self._bias_loader(name))
+                slots[f"{path}.bias"] = WeightSlot((rows.full,), partial(self._load_bias, name))
         return slots
 
-    def _weight_loader(self, name: str) -> Callable[[CheckpointTensor], None]:
-        def load(tensor: CheckpointTensor) -> None:
-            stored = tensor.quantized() if self._placement.packed else None
-            if stored is None and self._quantize is not None:
-                stored = self._quantize(tensor.dense().to(self._placement.device))
-            part = None if stored is None else stored.shard(self._parts[name], self._inputs)
-            if part is not None:
-                self._quantized[name] = part.to(self._placement.device)
-            else:
-                tensor.copy_to(self._rows(name), self._parts[name], self._inputs)
-            self._arrived(name)
+    def _load_weight(self, name: str, tensor: CheckpointTensor) -> None:
+        self._arriving.load(name, tensor)
+        self._lay_out()
 
-        return load
-
-    def _bias_loader(self, name: str) -> Callable[[CheckpointTensor], None]:
-        def load(tensor: CheckpointTensor) -> None:
-            assert self._bias is not None
-            tensor.copy_to(self._bias[self._spans[name]], self._parts[name])
-            self._arrived(f"{name}.bias")
-
-        return load
-
-    def _rows(self, part: str) -> torch.Tensor:
-        """A part's rows of the dense weight."""
-        if self._weight is None:
-            shape = (self.out_features, self.in_features)
-            self._weight = torch.empty(shape, dtype=self._placement.dtype, device=self._placement.device)
-        return self._weight[self._spans[part]]
-
-    def _arrived(self, part: str) -> None:
-        self._missing.discard(part)
-        if not self._missing:
-            self._lay_out()
+    def _load_bias(self, name: str, tensor: CheckpointTensor) -> None:
+        assert self._bias is not None
+        tensor.copy_to(self._bias[self._arriving.spans[name]], self._arriving.parts[name])
+        self._missing_biases.discard(name)
+        self._lay_out()
 
     def _lay_out(self) -> None:
+        """Give the matrix to the kernels, once the last part is there."""
+        if self._arriving.missing or self._missing_biases:
+            return
         if self._summed and self._placement.parallel.rank > 0:
             self._bias = None  # added once, by the first rank
-        self._laid_out = self._quantized_matrix()
+        kernels, stored = self._placement.kernels, self._arriving.stored()
+        self._laid_out = None if stored is None else kernels.quantized_matrix(stored, self._bias)
         if self._laid_out is None:
-            for name, part in self._quantized.items():
-                self._rows(name).copy_(part.dense())
-            assert self._weight is not None
-            self._laid_out = self._placement.kernels.matrix(self._weight, self._bias)
-        self._weight = None
-        self._quantized.clear()
-
-    def _quantized_matrix(self) -> Matrix | None:
-        """The matrix of parts that are all stored alike, if the device has a kernel for it."""
-        parts = [self._quantized[name] for name in self._parts if name in self._quantized]
-        is_whole = len(parts) == len(self._parts) and all(part.fits(parts[0]) for part in parts)
-        if not is_whole or not self._placement.packed:
-            return None
-        return self._placement.kernels.quantized_matrix(QuantizedWeight.stacked(parts), self._bias)
+            self._laid_out = kernels.matrix(self._arriving.dense(), self._bias)
+        self._arriving.release()
 
 
 def _as_shard(size: int | Shard) -> Shard:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from mini_sglang.kernels.interface import Kernels
+from mini_sglang.parallel.sharding import Shard
 from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel
+from mini_sglang.weights.arriving_matrix import ArrivingMatrix
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 
@@ -26,3 +28,8 @@ class Placement:
     packed: bool = False
     quantize: Callable[[torch.Tensor], QuantizedWeight] | None = None
     parallel: TensorParallel = SINGLE
+
+    def arriving(self, parts: Mapping[str, Shard], inputs: Shard, *, quantized: bool = True) -> ArrivingMatrix:
+        """A matrix of `parts` (name -> output rows) yet to be loaded; dense ones stay so unless `quantized`."""
+        quantize = self.quantize if quantized else None
+        return ArrivingMatrix(parts, inputs, self.device, self.dtype, packed=self.packed, quantize=quantize)
