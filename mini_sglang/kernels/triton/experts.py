@@ -221,14 +221,7 @@ def _grouped_matmul_kernel(
     first_column = column_tile * BLOCK_COLUMNS
     if GATED:
         pdl_wait(PDL)
-    if SORTED:
-        expert = tl.load(tiles + tile)
-        begin = tl.load(tiles + num_tiles + tile)
-        end = tl.load(tiles + 2 * num_tiles + tile)
-    else:
-        expert = tl.load(choices + tile)
-        begin = tile
-        end = tile + 1
+    expert, begin, end = rows_of_tile(choices, tiles, tile, num_tiles, SORTED)
     if not GATED:
         pdl_wait(PDL)  # only now: the choices, read above, were written two kernels ago
     if begin >= end:
@@ -246,6 +239,23 @@ def _grouped_matmul_kernel(
         x, weight, choices, out, begin, end, first_weight, first_column,
         COLUMNS, DEPTH, TOP_K, GATED, SORTED, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH,
     )  # fmt: skip
+
+
+@triton.jit
+def rows_of_tile(choices, tiles, tile, num_tiles, SORTED: tl.constexpr):
+    """The expert of a tile, its first row and the end of its rows, which is 0 if the tile is idle."""
+    if SORTED:
+        return tl.load(tiles + tile), tl.load(tiles + num_tiles + tile), tl.load(tiles + 2 * num_tiles + tile)
+    return tl.load(choices + tile), tile, tile + 1
+
+
+@triton.jit
+def source_and_target(choices, row, valid, TOP_K: tl.constexpr, GATED: tl.constexpr, SORTED: tl.constexpr):
+    """Where rows come from and go to: the first product gathers them from tokens, the second brings them back."""
+    choice = tl.load(choices + row, mask=valid, other=0) if SORTED else row
+    if GATED:
+        return choice // TOP_K, row
+    return row, choice
 
 
 @triton.jit
@@ -270,9 +280,7 @@ def _compute_tile(
     """Multiply rows from `begin` on with BLOCK_COLUMNS columns of an expert; the rows before `end` are the expert's."""
     row = begin + tl.arange(0, ROWS)
     valid = row < end
-    choice = tl.load(choices + row, mask=valid, other=0) if SORTED else row
-    source = choice // TOP_K if GATED else row  # the first product gathers the rows of tokens,
-    target = row if GATED else choice  # the second scatters rows by expert to rows by token
+    source, target = source_and_target(choices, row, valid, TOP_K, GATED, SORTED)
     k = tl.arange(0, BLOCK_DEPTH)
     rows = x + source.to(tl.int64)[:, None] * DEPTH + k[None, :]
     acc = tl.zeros([ROWS, BLOCK_COLUMNS], tl.float32)

@@ -149,6 +149,26 @@ def _halves_ptx(zero: int) -> str:
     """
 
 
+# Four float8 in $2, as bfloat16 in $0 and $1: exponent and mantissa move to their places, and 2^120, the difference of
+# the exponents' biases, is multiplied in.
+_FLOAT8_PTX = tl.constexpr(
+    """
+    {
+        .reg .b32 a, b, c, d, factor;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 c, a, 0x7f007f00;
+        and.b32 d, b, 0x7f007f00;
+        shr.u32 c, c, 4;
+        shr.u32 d, d, 4;
+        lop3.b32 a, a, 0x80008000, c, 0xea;
+        lop3.b32 b, b, 0x80008000, d, 0xea;
+        mov.b32 factor, 0x7b807b80;
+        mul.rn.bf16x2 $0, a, factor;
+        mul.rn.bf16x2 $1, b, factor;
+    }
+    """
+)
 _HALVES_PTX = tl.constexpr(_halves_ptx(0))
 _HALVES_LESS_8_PTX = tl.constexpr(_halves_ptx(8))
 
@@ -173,12 +193,102 @@ def _halves(q, dtype: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _group_sums(x_low, x_high, q, ZERO: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Products of integers [columns, bytes] with x [bytes, rows]; of 4 bits x is in two halves. -> [columns, rows]"""
+def _bytes(q, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Weights of 8 bits in `dtype`, exactly; with ASM that is bfloat16. No float8 may be NaN."""
+    if not ASM or q.dtype != tl.float8e4nv:
+        return q.to(dtype)
+    return tl.inline_asm_elementwise(_FLOAT8_PTX, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _add_products(acc, x_low, x_high, q, factor, ZERO: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """acc [columns, rows] + factor [columns], unless that is None, * q [columns, bytes] times x [bytes, rows]
+
+    Of 4 bits x is in two halves.
+    """
+    sums = acc if factor is None else None
     if BITS == 4:
         low, high = _halves(q, x_low.dtype, ZERO, ASM)
-        return tl.dot(high, x_high, tl.dot(low, x_low, input_precision="ieee"), input_precision="ieee")
-    return tl.dot(q.to(x_low.dtype), x_low, input_precision="ieee")
+        sums = tl.dot(low, x_low, sums, input_precision="ieee")
+        sums = tl.dot(high, x_high, sums, input_precision="ieee")
+    else:
+        sums = tl.dot(_bytes(q, x_low.dtype, ASM), x_low, sums, input_precision="ieee")
+    return sums if factor is None else acc + sums * factor.to(tl.float32)[:, None]
+
+
+@triton.jit
+def weight_only_sums(
+    of_rows,
+    is_row,
+    weight,
+    scale,
+    minimum,
+    output,
+    is_output,
+    up_rows,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    GATED: tl.constexpr,
+    ASM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """Products of rows of x, `of_rows` [1, ROWS] pointers, with rows `output` [COLUMNS] of a packed weight.
+
+    With GATED also with those that lie `up_rows` below. -> two of [COLUMNS, ROWS] float32, transposed: with weights
+    first, converted ones go to the tensor cores from registers.
+    """
+    ROW_BYTES: tl.constexpr = DEPTH * BITS // 8
+    BLOCK_BYTES: tl.constexpr = BLOCK_DEPTH * BITS // 8
+    GROUPS: tl.constexpr = (DEPTH + GROUP - 1) // GROUP
+    byte = tl.arange(0, BLOCK_BYTES)
+    of_x = of_rows + byte[:, None]
+    of_weight = weight + output.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
+    of_groups = output.to(tl.int64) * GROUPS
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    acc_up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    IN_ROW: tl.constexpr = GROUPS == 1 and minimum is None  # one scale for a row: applied at the end
+    # A group's scales are loaded a block ahead: nothing waits for them.
+    of_up_groups = of_groups + up_rows * GROUPS
+    factor = tl.load(scale + of_groups, mask=is_output, other=0.0)
+    factor_up = tl.load(scale + of_up_groups, mask=is_output, other=0.0) if GATED else factor
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        group = start // GROUP
+        next_group = tl.minimum((start + BLOCK_DEPTH) // GROUP, GROUPS - 1)
+        x_low = tl.load(of_x + start, mask=is_row, other=0.0)
+        x_high = tl.load(of_x + start + BLOCK_BYTES, mask=is_row, other=0.0) if BITS == 4 else x_low
+        place = start * BITS // 8
+        q = tl.load(of_weight + place, mask=is_output[:, None], other=0.0)
+        if GATED:
+            q_up = tl.load(of_weight + up_rows * ROW_BYTES + place, mask=is_output[:, None], other=0.0)
+        if IN_ROW:
+            acc = _add_products(acc, x_low, x_high, q, None, ZERO, BITS, ASM)
+            if GATED:
+                acc_up = _add_products(acc_up, x_low, x_high, q_up, None, ZERO, BITS, ASM)
+        else:
+            next_factor = tl.load(scale + of_groups + next_group, mask=is_output, other=0.0)
+            acc = _add_products(acc, x_low, x_high, q, factor, ZERO, BITS, ASM)
+            factor = next_factor
+            if GATED:
+                next_factor = tl.load(scale + of_up_groups + next_group, mask=is_output, other=0.0)
+                acc_up = _add_products(acc_up, x_low, x_high, q_up, factor_up, ZERO, BITS, ASM)
+                factor_up = next_factor
+        if minimum is not None:
+            of_inputs = tl.sum(x_low.to(tl.float32), 0)
+            if BITS == 4:
+                of_inputs += tl.sum(x_high.to(tl.float32), 0)
+            least = tl.load(minimum + of_groups + group, mask=is_output, other=0.0).to(tl.float32)
+            acc += least[:, None] * of_inputs[None, :]
+            if GATED:
+                least = tl.load(minimum + of_up_groups + group, mask=is_output, other=0.0).to(tl.float32)
+                acc_up += least[:, None] * of_inputs[None, :]
+    if IN_ROW:
+        acc *= factor.to(tl.float32)[:, None]
+        acc_up *= factor_up.to(tl.float32)[:, None]
+    return acc, acc_up
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -205,51 +315,16 @@ def _weight_only_kernel(
     ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles are computed transposed, weights first: so converted weights go to the tensor cores from registers."""
-    ROW_BYTES: tl.constexpr = DEPTH * BITS // 8
-    BLOCK_BYTES: tl.constexpr = BLOCK_DEPTH * BITS // 8
-    GROUPS: tl.constexpr = (DEPTH + GROUP - 1) // GROUP
     row_tile, column_tile = swizzled_tile(tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS), ROW_TILES)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    byte = tl.arange(0, BLOCK_BYTES)
     is_column = column < columns
-    of_x = x + row.to(tl.int64)[None, :] * x_stride + byte[:, None]
     is_row = (row < rows)[None, :]
-    of_weight = weight + column.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
-    of_groups = column.to(tl.int64) * GROUPS
-    acc = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-    acc_up = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
     pdl_wait(PDL)
-    # A group's scales are loaded a block ahead: nothing waits for them.
-    factor = tl.load(scale + of_groups, mask=is_column, other=0.0)
-    factor_up = tl.load(scale + of_groups + columns * GROUPS, mask=is_column, other=0.0) if GATED else factor
-    for start in range(0, DEPTH, BLOCK_DEPTH):
-        group = start // GROUP
-        next_group = tl.minimum((start + BLOCK_DEPTH) // GROUP, GROUPS - 1)
-        next_factor = tl.load(scale + of_groups + next_group, mask=is_column, other=0.0)
-        x_low = tl.load(of_x + start, mask=is_row, other=0.0)
-        x_high = tl.load(of_x + start + BLOCK_BYTES, mask=is_row, other=0.0) if BITS == 4 else x_low
-        if minimum is not None:
-            of_inputs = tl.sum(x_low.to(tl.float32), 0)
-            if BITS == 4:
-                of_inputs += tl.sum(x_high.to(tl.float32), 0)
-        place = start * BITS // 8
-        q = tl.load(of_weight + place, mask=is_column[:, None], other=0.0)
-        acc += _group_sums(x_low, x_high, q, ZERO, BITS, ASM) * factor.to(tl.float32)[:, None]
-        factor = next_factor
-        if minimum is not None:
-            least = tl.load(minimum + of_groups + group, mask=is_column, other=0.0).to(tl.float32)
-            acc += least[:, None] * of_inputs[None, :]
-        if GATED:
-            q = tl.load(of_weight + columns * ROW_BYTES + place, mask=is_column[:, None], other=0.0)
-            of_up = of_groups + columns * GROUPS + group
-            next_factor = tl.load(scale + of_groups + columns * GROUPS + next_group, mask=is_column, other=0.0)
-            acc_up += _group_sums(x_low, x_high, q, ZERO, BITS, ASM) * factor_up.to(tl.float32)[:, None]
-            factor_up = next_factor
-            if minimum is not None:
-                least = tl.load(minimum + of_up, mask=is_column, other=0.0).to(tl.float32)
-                acc_up += least[:, None] * of_inputs[None, :]
+    acc, acc_up = weight_only_sums(
+        x + row.to(tl.int64)[None, :] * x_stride, is_row, weight, scale, minimum, column, is_column, columns,
+        DEPTH, GROUP, BITS, ZERO, GATED, ASM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH,
+    )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if GATED:

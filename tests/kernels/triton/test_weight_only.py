@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mini_sglang.kernels.triton.quantized_gemv import pack
 from mini_sglang.kernels.triton.weight_only import (
     WeightOnlyTile,
     dequantize,
     weight_only_matmul,
     weight_only_matmul_reference,
 )
+from mini_sglang.weights.quantized_weight import QuantizedWeight
 from tests.kernels.triton.quantized import KINDS, SHAPES, packed
 
 TILE = WeightOnlyTile(16, 32, num_stages=2)
@@ -48,3 +50,18 @@ def test_a_rows_bits_do_not_depend_on_the_others(device: torch.device, kind: str
 def test_a_weight_is_written_out_exactly(device: torch.device, kind: str, n: int, k: int, group: int) -> None:
     weight = packed(kind, n, k, group, device)
     torch.testing.assert_close(dequantize(weight, torch.float32), weight.dense(torch.float32))
+
+
+@pytest.mark.gpu
+def test_every_float8_is_exact_in_bfloat16() -> None:
+    """All but NaN, each of them an output whose first input alone has a weight."""
+    octets = torch.arange(256, dtype=torch.uint8, device="cuda")
+    octets[[127, 255]] = 0
+    q = torch.zeros(256, 128, dtype=torch.uint8, device="cuda")
+    q[:, 0] = octets
+    weight = pack(QuantizedWeight(q.view(torch.float8_e4m3fn), torch.ones(256, 1, device="cuda"), None, 128))
+    assert weight is not None
+    x = torch.zeros(2, 128, dtype=torch.bfloat16, device="cuda")
+    x[1, 0] = 1
+    wanted = octets.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    assert torch.equal(weight_only_matmul(x, weight)[1], wanted)
