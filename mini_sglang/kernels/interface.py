@@ -124,9 +124,13 @@ class Kernels(Protocol):
         ...
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
-        """Keep gate_up [experts, 2 n, hidden], gate above up, and down [experts, hidden, n].
+        """Lay out gate_up [experts, 2 n, hidden], gate above up, and down [experts, hidden, n]."""
+        ...
 
-        The tensors may be filled later.
+    def quantized_experts(self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> Experts | None:
+        """Lay out the same of `number` experts as it is stored, the rows of one expert below those of another.
+
+        None if there is no kernel for it, and it has to be dequantised.
         """
         ...
 

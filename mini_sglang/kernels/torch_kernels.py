@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from mini_sglang.kernels.cpu.linear import CpuMatrix
-from mini_sglang.kernels.interface import Kernels, KVCells, Matrix, Norm, Residual, Rotation
+from mini_sglang.kernels.interface import Experts, Kernels, KVCells, Matrix, Norm, Residual, Rotation
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 
@@ -23,7 +25,10 @@ class TorchKernels:
         return None
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
-        return TorchExperts(self, gate_up, down)
+        return dense_experts(self, gate_up, down)
+
+    def quantized_experts(self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> Experts | None:
+        return None
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
@@ -93,16 +98,14 @@ class TorchMatrix:
 
 
 class TorchExperts:
-    """`Experts` in PyTorch, with the gate of any `Kernels`: two matrix products for each expert that a token chose.
+    """`Experts` of any `Matrix`: two matrix products for each expert that a token chose.
 
     A token's experts are added up in the order of its ids, whatever other tokens there are. The host reads how many
     tokens each expert has, so this cannot be captured in a CUDA graph.
     """
 
-    def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self._kernels = kernels
-        self._gate_up = [TorchMatrix(kernels, weight, None) for weight in gate_up]
-        self._down = [TorchMatrix(kernels, weight, None) for weight in down]
+    def __init__(self, gate_up: Sequence[Matrix], down: Sequence[Matrix]) -> None:
+        self._gate_up, self._down = gate_up, down  # one of each for each expert
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         flat, per_token = ids.flatten(), ids.shape[1]
@@ -110,7 +113,11 @@ class TorchExperts:
         by_expert = flat.argsort(stable=True).split(flat.bincount(minlength=len(self._down)).tolist())
         for gate_up, down, places in zip(self._gate_up, self._down, by_expert, strict=True):
             if len(places):  # indices into `flat` where tokens chose this expert
-                gated = self._kernels.silu_mul(gate_up.matmul(x[places // per_token]))
-                outputs[places] = down.matmul(gated)
+                outputs[places] = down.matmul(gate_up.gated(x[places // per_token], None))
         combined = (outputs.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)  # float32
         return residual + combined.to(residual.dtype)
+
+
+def dense_experts(kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
+    """gate_up [experts, 2 n, hidden], down [experts, hidden, n], with the gate of `kernels`"""
+    return TorchExperts(*([TorchMatrix(kernels, weight, None) for weight in matrices] for matrices in (gate_up, down)))

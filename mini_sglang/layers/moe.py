@@ -1,19 +1,22 @@
 """A mixture of experts: a router chooses a few MLPs for each token, and their outputs are summed by its weights.
 
-This layer routes and holds the weights; grouping tokens by expert is left to the kernels' `Experts`.
+This layer routes and loads the weights; grouping tokens by expert is left to the kernels' `Experts`.
 Every token reaches all experts chosen for it: there is no capacity, so none is dropped.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from mini_sglang.kernels.interface import Residual
+from mini_sglang.kernels.interface import Experts, Residual
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.parallel.sharding import Shard, whole
+from mini_sglang.parallel.sharding import whole
+from mini_sglang.weights.arriving_matrix import ArrivingMatrix
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
@@ -24,21 +27,22 @@ class MixtureOfExperts:
         if config.experts is None or norms.before is None:
             raise ValueError(f"architecture {config.architecture!r} needs experts and a norm in front of them")
         self._norm = norms.before.parameters
-        self._experts_per_token = config.experts.experts_per_token
+        self._number, self._experts_per_token = config.experts.num_experts, config.experts.experts_per_token
         self._normalize = config.experts.normalize_weights
         self._kernels = placement.kernels
         self._parallel = placement.parallel
-        number, hidden = config.experts.num_experts, config.hidden_size
-        self._hidden, self._inner = whole(hidden), placement.parallel.shard(config.experts.intermediate_size)
-        size = self._inner.size  # each rank holds a part of every expert
-        self._router = Linear(hidden, {"gate": number}, placement, quantized=False)
-        # gate above up, as in GatedMLP; memory that no tensor has filled is not touched
-        self._gate_up = torch.empty(number, 2 * size, hidden, dtype=placement.dtype, device=placement.device)
-        self._down = torch.empty(number, hidden, size, dtype=placement.dtype, device=placement.device)
-        self._experts = placement.kernels.experts(self._gate_up, self._down)
+        # each rank holds a part of every expert
+        hidden, inner = whole(config.hidden_size), placement.parallel.shard(config.experts.intermediate_size)
+        self._router = Linear(hidden, {"gate": self._number}, placement, quantized=False)
+        experts = range(self._number)  # one below the other, of each gate above up, as in GatedMLP
+        gates = {f"{expert}.{part}": inner for expert in experts for part in ("gate_proj", "up_proj")}
+        self._gate_up = placement.arriving(gates, hidden)
+        self._down = placement.arriving({f"{expert}.down_proj": hidden for expert in experts}, inner)
+        self._experts: Experts | None = None
 
     def __call__(self, residual: Residual) -> Residual:
         """x [tokens, hidden] -> x + the weighted sum of the chosen experts' outputs for norm(x)"""
+        assert self._experts is not None, f"never arrived: {self._gate_up.missing | self._down.missing}"
         x, normed = residual
         if normed is None:
             normed = self._kernels.rms_norm(x, self._norm.weight, self._norm.eps)
@@ -51,16 +55,21 @@ class MixtureOfExperts:
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._router.weight_slots(prefix)
-        for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            for name, part in (("gate_proj", gate), ("up_proj", up)):
-                slots[f"{prefix}.experts.{expert}.{name}.weight"] = _slot(part, self._inner, self._hidden)
-            slots[f"{prefix}.experts.{expert}.down_proj.weight"] = _slot(down, self._hidden, self._inner)
+        for matrix in (self._gate_up, self._down):
+            for part, rows in matrix.parts.items():
+                load = partial(self._load, matrix, part)
+                slots[f"{prefix}.experts.{part}.weight"] = WeightSlot((rows.full, matrix.inputs.full), load)
         return slots
 
-
-def _slot(part: torch.Tensor, rows: Shard, columns: Shard) -> WeightSlot:
-    def load(tensor: CheckpointTensor) -> None:
-        tensor.copy_to(part, rows, columns)
-
-    return WeightSlot((rows.full, columns.full), load)
+    def _load(self, matrix: ArrivingMatrix, part: str, tensor: CheckpointTensor) -> None:
+        matrix.load(part, tensor)
+        if self._gate_up.missing or self._down.missing:
+            return
+        gate_up, down = self._gate_up.stored(), self._down.stored()
+        if gate_up is not None and down is not None:
+            self._experts = self._kernels.quantized_experts(gate_up, down, self._number)
+        if self._experts is None:
+            matrices = (matrix.dense().unflatten(0, (self._number, -1)) for matrix in (self._gate_up, self._down))
+            self._experts = self._kernels.experts(*matrices)
+        self._gate_up.release()
+        self._down.release()

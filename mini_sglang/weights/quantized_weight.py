@@ -74,6 +74,12 @@ class QuantizedWeight:
         minimum = None if self.minimum is None else self.minimum.to(device)
         return replace(self, q=self.q.to(device), scale=self.scale.to(device), minimum=minimum)
 
+    def split(self, parts: int) -> list[QuantizedWeight]:
+        """Its rows in `parts` equal parts, in order."""
+        minimums = [None] * parts if self.minimum is None else self.minimum.chunk(parts)
+        pieces = zip(self.q.chunk(parts), self.scale.chunk(parts), minimums, strict=True)
+        return [QuantizedWeight(q, scale, minimum, self.group_size) for q, scale, minimum in pieces]
+
     def fits(self, other: QuantizedWeight) -> bool:
         """Whether the rows of both can stand in one matrix."""
         return self.q.dtype == other.q.dtype and self.group_size == other.group_size

@@ -15,9 +15,15 @@ from tests.weights.quantized import write as write_quantized
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8-block", "w4a16"])
-def test_the_same_as_from_a_quantised_folder(checkpoints: Checkpoints, tmp_path: Path, kind: Format) -> None:
-    checkpoint = checkpoints.write("llama", **SIZES)
+@pytest.mark.parametrize(("family", "more"), [("llama", {}), ("qwen3_moe", EXPERTS)], ids=["dense", "experts"])
+def test_the_same_as_from_a_quantised_folder(
+    checkpoints: Checkpoints, tmp_path: Path, family: str, more: dict[str, Any], kind: Format
+) -> None:
+    checkpoint = checkpoints.write(family, **SIZES, **more)
     quantize_model(checkpoint.source, tmp_path / "quantised", kind)
     prompts = make_ragged_prompts(6, checkpoint.model.config.vocab_size)
     with run_engine(checkpoint.path) as engine:

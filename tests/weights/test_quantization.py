@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import mini_sglang.execution.worker
 from mini_sglang.kernels.cpu.kernels import CpuKernels
 from mini_sglang.kernels.interface import Matrix
-from mini_sglang.kernels.torch_kernels import TorchMatrix
+from mini_sglang.kernels.torch_kernels import TorchExperts, TorchMatrix, dense_experts
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import copy_shard, shard_evenly, whole
 from mini_sglang.weights.load import load_weights
@@ -84,7 +84,12 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedWeight]:
     def keeping(*settings: Any, **named: Any) -> Placement:
         return replace(Placement(*settings, **named), packed=True)
 
+    def quantized_experts(self: Any, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> TorchExperts:
+        matrices.extend((gate_up, down))
+        return dense_experts(self, *(weight.dense().unflatten(0, (number, -1)) for weight in (gate_up, down)))
+
     monkeypatch.setattr(CpuKernels, "quantized_matrix", quantized_matrix)
+    monkeypatch.setattr(CpuKernels, "quantized_experts", quantized_experts)
     monkeypatch.setattr(mini_sglang.execution.worker, "Placement", keeping)
     return matrices
 
@@ -177,6 +182,18 @@ def test_matrices_that_ranks_keep_as_they_are_stored_are_the_dequantised_ones(
     checkpoint = write(checkpoints, FORMATS[name], intermediate_size=KEPT[name])
     assert_same_tokens(checkpoint, (1, 2, 3))
     assert len(kept) == (1 + 2 + 3) * 2 * 4  # on each rank qkv, o, gate and up, and down of both layers
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("fp8, blocks of 128 x 128", 200), ("fp8, per channel", 72), ("awq, groups of 64", 192)]
+)
+def test_experts_that_ranks_keep_as_they_are_stored_are_the_dequantised_ones(
+    name: str, size: int, checkpoints: Checkpoints, kept: list[QuantizedWeight]
+) -> None:
+    config = {**EXPERTS, "moe_intermediate_size": size}
+    checkpoint = write(checkpoints, FORMATS[name], "qwen3_moe", **config)
+    assert_same_tokens(checkpoint, (1, 2, 3))
+    assert len(kept) == (1 + 2 + 3) * 2 * 4  # on each rank qkv, o, gates and ups, and downs of both layers
 
 
 # -- what compressed-tensors itself wrote ------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from mini_sglang.kernels.cpu.compiled_packed import PackedForm, compiled_packed
 from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.cpu.packed import PackedMatrix
 from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
-from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix
+from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix, dense_experts
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,13 @@ class CpuKernels:
         return self._packed[form]
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
-        return TorchExperts(self, gate_up, down)
+        return dense_experts(self, gate_up, down)
+
+    def quantized_experts(self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> TorchExperts | None:
+        if not PackedMatrix.supports(gate_up) or not PackedMatrix.supports(down):
+            return None
+        halves = ([PackedMatrix(self, part, None) for part in weight.split(number)] for weight in (gate_up, down))
+        return TorchExperts(*halves)
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return self._torch.route(logits, top_k, normalize=normalize)

@@ -15,6 +15,7 @@ from mini_sglang.kernels.triton.experts import experts
 from mini_sglang.kernels.triton.gemv import MAX_ROWS, gemv
 from mini_sglang.kernels.triton.matmul import GROUPED_TILE, Scales, matmul
 from mini_sglang.kernels.triton.quantize_rows import quantize_rows
+from mini_sglang.kernels.triton.quantized_experts import quantized_experts
 from mini_sglang.kernels.triton.quantized_gemv import PackedWeight, pack, quantized_gemv
 from mini_sglang.kernels.triton.rms_norm import rms_norm
 from mini_sglang.kernels.triton.rope_store import rope_store
@@ -45,6 +46,14 @@ class TritonKernels:
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TritonExperts:
         return TritonExperts(gate_up, down, deterministic=self._deterministic)
+
+    def quantized_experts(
+        self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int
+    ) -> QuantizedExperts | None:
+        packed_gate_up, packed_down = pack(gate_up), pack(down)
+        if packed_gate_up is None or packed_down is None:
+            return None
+        return QuantizedExperts(packed_gate_up, packed_down, number, deterministic=self._deterministic)
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, top_k, normalize=normalize)
@@ -203,6 +212,18 @@ class TritonExperts:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return experts(residual, x, ids, weights, self._gate_up, self._down, deterministic=self._deterministic)
+
+
+class QuantizedExperts:
+    """`Experts` with weights in 4 or 8 bits, which meet activations as they are, whatever the number of rows."""
+
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, number: int, *, deterministic: bool) -> None:
+        self._gate_up, self._down, self._number = gate_up, down, number
+        self._deterministic = deterministic
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        packed = self._gate_up, self._down, self._number
+        return quantized_experts(residual, x, ids, weights, *packed, deterministic=self._deterministic)
 
 
 def _normed(x: torch.Tensor, norm: Norm | None, prefetch: torch.Tensor) -> torch.Tensor:
