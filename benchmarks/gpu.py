@@ -9,7 +9,7 @@ prints what the file holds; `python -m benchmarks.tables` puts what readers ask 
 
     offline        256 sequences at once, better of two after a warm-up; profile and idle share of the device
     single         one stream, 964 tokens in and 724 out, better of two after a warm-up
-    quantised      both in bfloat16, FP8 and 4 bits, in turns
+    quantised      both in bfloat16, FP8 and 4 bits, in turns; with --shapes qwen3-30b-a3b, a mixture of experts
     host           the host's time per decode step with 16 and with 256 running requests
     kernels        attention, products and small kernels alone, in CUDA graphs, at page sizes 16 and 64
     start          from the start of a process to its first token, with an empty Triton cache and with a full one
