@@ -179,25 +179,29 @@ def _halves(q, dtype: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
 
     With ASM that is bfloat16: one with the exponent of 128 has seven bits for an integer, so none is converted.
     """
-    if not ASM:
-        return ((q & 15).to(tl.int8) - ZERO).to(dtype), ((q >> 4).to(tl.int8) - ZERO).to(dtype)
-    tl.static_assert(ZERO == 0 or ZERO == 8)
-    return tl.inline_asm_elementwise(
-        _HALVES_PTX if ZERO == 0 else _HALVES_LESS_8_PTX,
-        "=&r,=&r,=&r,=&r,r",
-        [q],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+    if ASM:
+        tl.static_assert(ZERO == 0 or ZERO == 8)
+        low, high = tl.inline_asm_elementwise(
+            _HALVES_PTX if ZERO == 0 else _HALVES_LESS_8_PTX,
+            "=&r,=&r,=&r,=&r,r",
+            [q],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high = ((q & 15).to(tl.int8) - ZERO).to(dtype), ((q >> 4).to(tl.int8) - ZERO).to(dtype)
+    return low, high  # one `return`: the compiler wants one type of all
 
 
 @triton.jit
 def _bytes(q, dtype: tl.constexpr, ASM: tl.constexpr):
     """Weights of 8 bits in `dtype`, exactly; with ASM that is bfloat16. No float8 may be NaN."""
-    if not ASM or q.dtype != tl.float8e4nv:
-        return q.to(dtype)
-    return tl.inline_asm_elementwise(_FLOAT8_PTX, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+    if ASM and q.dtype == tl.float8e4nv:
+        values = tl.inline_asm_elementwise(_FLOAT8_PTX, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        values = q.to(dtype)
+    return values
 
 
 @triton.jit
