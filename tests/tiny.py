@@ -233,9 +233,9 @@ def serve(engine: Engine, tokenizer: MiniTokenizer) -> Iterator[str]:
 
 def with_template(tokenizer: MiniTokenizer, source: str) -> MiniTokenizer:
     """The same tokenizer with another chat template."""
-    library_tokenizer = copy.copy(tokenizer._tokenizer)
-    library_tokenizer.chat_template = source
-    return MiniTokenizer(library_tokenizer, tokenizer.eos_token_ids)
+    renderer = copy.copy(tokenizer.renderer)
+    renderer.chat_template = source
+    return MiniTokenizer(tokenizer.backend, tokenizer.eos_token_ids, lambda: renderer)
 
 
 def make_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -31,7 +31,7 @@ def byte_level() -> Tokenizer:
     backend = Backend(models.BPE(vocab={alphabet[byte]: byte for byte in BYTES}, merges=[]))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset([256]))
+    return Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset([256]))
 
 
 def sentencepiece() -> Tokenizer:
@@ -42,7 +42,7 @@ def sentencepiece() -> Tokenizer:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
+    return Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
 
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()

@@ -124,7 +124,7 @@ def letters() -> Tokenizer:
     """Token i is the letter chr(i)."""
     backend = Backend(models.BPE(vocab={chr(i): i for i in range(33, 127)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
+    return Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
 
 
 class Wire:

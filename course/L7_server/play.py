@@ -45,7 +45,7 @@ async def _serve() -> None:
     )  # fmt: skip
     backend = Backend(models.BPE(vocab={chr(i): i for i in range(33, 127)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
+    tokenizer = Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
     engine = AsyncEngine(process, context, here, info, tokenizer)
     steps = asyncio.create_task(_play_engine(there))
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import importlib
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -74,6 +75,13 @@ class OutputQueue:
         if self._error is None:
             self._arrived.clear()
         return output
+
+
+def _make_ready(tokenizer: Tokenizer) -> None:
+    """Have done once what else the first requests would wait for: a look at every token, and the library of chats."""
+    tokenizer.fewest_tokens(0)
+    if tokenizer.has_chat_template:
+        importlib.import_module("mini_sglang.text.template_bounds")
 
 
 def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
@@ -142,7 +150,7 @@ class AsyncEngine:
         """
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, source)
-            await asyncio.to_thread(tokenizer.fewest_tokens, 0)  # looks at every token once, so no request has to
+            await asyncio.to_thread(_make_ready, tokenizer)
             info = await launched.ready()
         except BaseException:
             await launched.kill()

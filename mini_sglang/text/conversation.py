@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import msgspec
-from transformers.utils import get_json_schema
 
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.sampling_params import Json
@@ -69,6 +68,8 @@ def _is_foreign(tool: object) -> bool:
 
 def _tool(tool: object, name: str) -> Json:
     if callable(tool):
+        from transformers.utils import get_json_schema  # not above: it takes a second
+
         try:
             return dict(get_json_schema(tool))
         except Exception as error:  # of annotations or a docstring, for which the library has errors of its own

@@ -1,7 +1,8 @@
 """Text to token ids and back, and chats to token ids: one tokenizer for every checkpoint format. Never torch.
 
-Built on transformers and tokenizers; what is added here is where a tokenizer comes from, errors that name the caller's
-field, and the true bytes of a token. Marker text of special tokens in a prompt or a message ("<|im_end|>") becomes the
+Built on tokenizers, and for chat templates and folders on transformers, which is imported only then, since that takes a
+second. What is added here is where a tokenizer comes from, errors that name the caller's field, and the true bytes of a
+token. Marker text of special tokens in a prompt or a message ("<|im_end|>") becomes the
 token it names, as in transformers, so that prompts equal the reference library's; a caller who lets strangers fill in
 parts of a prompt, and minds this, must strip such text first.
 """
@@ -12,20 +13,22 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as TokenizerBackend
-from transformers import PreTrainedTokenizerFast
+from tokenizers.models import BPE
 
 from mini_sglang.errors import FieldError
-from mini_sglang.text.template_bounds import bounded_source, count_anew
 from mini_sglang.weights.gguf_config import gguf_end_token_ids
 from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 Chat = Sequence[Mapping[str, Any]]  # messages
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -34,19 +37,37 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats. Made by `load_tokenizer`; safe to share between threads."""
+    """Encodes, decodes and renders chats. Made by `load_tokenizer`; safe to share between threads.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self.backend: TokenizerBackend = tokenizer.backend_tokenizer
+    `load_renderer` gives the library's own tokenizer, of which only chat templates and tokens with a role are used.
+    """
+
+    def __init__(
+        self,
+        backend: TokenizerBackend,
+        eos_token_ids: frozenset[int],
+        load_renderer: Callable[[], PreTrainedTokenizerFast],
+    ) -> None:
+        self.backend = backend
         self.backend.no_truncation()  # a tokenizer.json may carry settings from training
         self.backend.no_padding()
         self.eos_token_ids = eos_token_ids
+        self._load_renderer = load_renderer
         added = self.backend.get_added_tokens_decoder()
         self._added_texts: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = self.backend.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    @classmethod
+    def of(cls, library: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]) -> Tokenizer:
+        """That of transformers' tokenizer."""
+        return cls(library.backend_tokenizer, eos_token_ids, lambda: library)
+
+    @functools.cached_property
+    def renderer(self) -> PreTrainedTokenizerFast:
+        """Transformers' tokenizer; it need not have the vocabulary."""
+        return self._load_renderer()
 
     @property
     def vocab_size(self) -> int:
@@ -68,16 +89,16 @@ class Tokenizer:
     def role_tokens(self) -> dict[str, str | None]:
         """The texts of the tokens with a role, under transformers' names of them; None for a role without one."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: getattr(self._tokenizer, name) for name in names}
+        return {name: getattr(self.renderer, name) for name in names}
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self.renderer.chat_template)
 
     @functools.cached_property
     def chat_template(self) -> str:
         """The source of the model's chat template; of all of them where there are several; empty if there is none."""
-        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        template: str | dict[str, str] | None = self.renderer.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     def special_token_id(self, text: str) -> int | None:
@@ -121,12 +142,15 @@ class Tokenizer:
             raise FieldError("messages", "cannot be rendered: this model has no chat template; send a plain prompt")
         if not chat:
             raise FieldError("messages", "must hold at least one message, got none")
-        if refused := sorted(others.keys() & _RESERVED_ARGUMENTS):
+        renderer = self.renderer
+        if refused := sorted(others.keys() & _arguments(renderer.apply_chat_template) - _OF_TEMPLATES):
             raise FieldError("chat_template_kwargs", f"must not hold {', '.join(refused)}")
+        from mini_sglang.text.template_bounds import bounded_source, count_anew  # as late as transformers
+
         try:
-            source = self._tokenizer.get_chat_template(None, others.get("tools"))
+            source = renderer.get_chat_template(None, others.get("tools"))
             count_anew()
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = renderer.apply_chat_template(
                 list(chat),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -173,7 +197,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     except ValueError as error:
         raise ValueError(f"model {source.name!r}: {error}") from error
     try:
-        return Tokenizer(load(), end_ids)
+        return load(end_ids)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"model {source.name!r}: {error}") from error
     except Exception as error:  # the libraries raise plain Exception for malformed files
@@ -189,7 +213,9 @@ def _cannot_be_loaded(source: ModelSource, error: BaseException) -> ValueError:
     return ValueError(f"model {source.name!r}: the tokenizer in {source.path} cannot be loaded: {problem}")
 
 
-def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+def _from_folder(folder: Path, eos_token_ids: frozenset[int]) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
     if (folder / "tokenizer.json").is_file():
         loader: Any = PreTrainedTokenizerFast  # takes tokenizer.json as it is; AutoTokenizer may rebuild parts of it
     elif any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
@@ -201,17 +227,24 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{type(tokenizer).__name__} has no fast form, which is needed")
-    return tokenizer
+    return Tokenizer.of(tokenizer, eos_token_ids)
 
 
-def _from_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+def _from_gguf(metadata: Mapping[str, Any], eos_token_ids: frozenset[int]) -> Tokenizer:
     backend = TokenizerBackend.from_str(json.dumps(tokenizer_json(metadata), ensure_ascii=False))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=chat_templates(metadata),
-        clean_up_tokenization_spaces=False,
-        **special_tokens(metadata),
-    )
+    templates, special = chat_templates(metadata), special_tokens(metadata)
+
+    def renderer() -> PreTrainedTokenizerFast:
+        from transformers import PreTrainedTokenizerFast
+
+        no_vocabulary = TokenizerBackend(BPE())  # a copy of it is made, and texts are all that is asked for
+        return PreTrainedTokenizerFast(tokenizer_object=no_vocabulary, chat_template=templates, **special)
+
+    return Tokenizer(backend, eos_token_ids, renderer)
+
+
+def _arguments(method: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(method).parameters)
 
 
 def _refuse_surrogates(field: str, text: str) -> None:
@@ -229,9 +262,4 @@ def _byte_characters() -> dict[str, bytes]:
 
 
 _BYTE_OF_CHARACTER = _byte_characters()
-# Arguments of transformers' method that are not the template's; a caller's template_kwargs must not reach them.
-_RESERVED_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {
-    "tools",
-    "documents",
-    "kwargs",
-}
+_OF_TEMPLATES = {"tools", "documents", "kwargs"}  # arguments of transformers' method that reach the template

@@ -175,9 +175,13 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The begin, end, unknown and padding tokens, named as in transformers (`bos_token`, …)."""
     tokens = metadata["tokenizer.ggml.tokens"]
+    return {name: tokens[token_id] for name, token_id in _role_ids(metadata).items()}
+
+
+def _role_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+    return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
@@ -310,7 +314,7 @@ def _document(
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added_tokens(tokens, metadata.get("tokenizer.ggml.token_type", [])),
+        "added_tokens": _added_tokens(metadata, tokens),
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": _begin_and_end(metadata, tokens, adds_bos),
@@ -319,8 +323,11 @@ def _document(
     }
 
 
-def _added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
-    """Tokens matched in the text as wholes: control tokens, which decoding may skip, and user-defined ones."""
+def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[dict[str, Any]]:
+    """Tokens matched in the text as wholes: control tokens and those with a role, which decoding may skip, and
+    user-defined ones."""
+    kinds = dict(enumerate(metadata.get("tokenizer.ggml.token_type", [])))
+    added = {token_id for token_id, kind in kinds.items() if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
     return [
         {
             "id": token_id,
@@ -329,10 +336,9 @@ def _added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": kind != _USER_DEFINED,
+            "special": kinds.get(token_id) != _USER_DEFINED,
         }
-        for token_id, kind in enumerate(kinds)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        for token_id in sorted(added | set(_role_ids(metadata).values()))
     ]
 
 

@@ -92,7 +92,7 @@ def test_templates(tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.
         changed = copy.copy(tiny_tokenizer)
         changed.chat_template = "{% set ns = namespace(s='ab', l=[]) %}" + template
         try:
-            Tokenizer(changed, frozenset()).apply_chat_template(messages)
+            Tokenizer.of(changed, frozenset()).apply_chat_template(messages)
         except FieldError as error:
             refused.append(str(error))
 

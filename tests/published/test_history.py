@@ -65,7 +65,7 @@ def test_the_next_prompt_begins_with_the_last_one_and_the_answer() -> None:
     cases = [case for case in material.chat_cases().cases if case.expect_reconstruction and not case.is_partial]
     for case in cases:
         library.chat_template = material.templates()[case.template]
-        tokenizer = Tokenizer(library, frozenset())
+        tokenizer = Tokenizer.of(library, frozenset())
         try:
             before = rendered(tokenizer, case, case.messages, add_generation_prompt=True)
             after = rendered(tokenizer, case, [*case.messages, case.expect], add_generation_prompt=False)

@@ -109,7 +109,7 @@ class TestTransformers:
         rendered = 0
         for name, source in material.templates().items():
             library.chat_template = source
-            tokenizer = Tokenizer(library, frozenset())
+            tokenizer = Tokenizer.of(library, frozenset())
             for chat in CHATS:
                 ids = by_the_template_alone(tokenizer, chat)
                 found = ids if isinstance(ids, str) else tokenizer.decode(ids, skip_special_tokens=False)
@@ -207,7 +207,10 @@ class TestMistralCommon:
     @pytest.mark.parametrize(("template", "version"), _MISTRAL_VERSIONS.items())
     def test_chats_token_for_token(self, tekken: PreTrainedTokenizerFast, template: str, version: str) -> None:
         tekken.chat_template = material.templates()[template]
-        tokenizer, expected = Tokenizer(tekken, frozenset({2})), by_mistral(version, thoughts="Reasoning" in template)
+        tokenizer, expected = (
+            Tokenizer.of(tekken, frozenset({2})),
+            by_mistral(version, thoughts="Reasoning" in template),
+        )
         found = {chat.name: by_mini_sglang(tokenizer, chat) for chat in MISTRAL_CHATS}
         otherwise = {name for name, ids in found.items() if ids != expected[name]}
         assert otherwise == _OTHERWISE.get(template, set())

@@ -30,7 +30,7 @@ FIRST_BYTE = len(PIECES)  # id of <0x00>
 
 
 def wrap(backend: Backend) -> Tokenizer:
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
+    return Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
 
 
 def piecewise(decoder: decoders.Decoder | None) -> Tokenizer:

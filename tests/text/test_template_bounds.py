@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "Hi", "parts": [1]}]
 def render(library_tokenizer: PreTrainedTokenizerFast, template: str) -> str:
     changed = copy.copy(library_tokenizer)
     changed.chat_template = template
-    tokenizer = Tokenizer(changed, frozenset())
+    tokenizer = Tokenizer.of(changed, frozenset())
     return tokenizer.decode(tokenizer.apply_chat_template(MESSAGES, given={"list": [1]}))
 
 

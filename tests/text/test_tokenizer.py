@@ -286,7 +286,7 @@ class TestSentencePiece:
         metadata = sentencepiece_metadata()
         backend = TokenizerBackend.from_str(json.dumps(tokenizer_json(metadata)))
         wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-        return Tokenizer(wrapped, frozenset({2}))
+        return Tokenizer.of(wrapped, frozenset({2}))
 
     def test_merges_go_by_score(self, tokenizer: Tokenizer) -> None:
         spelled = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("then the")]
@@ -311,6 +311,14 @@ class TestSentencePiece:
         metadata = sentencepiece_metadata()
         assert tokenizer_json(metadata)["post_processor"]["type"] == "TemplateProcessing"
         assert tokenizer_json({**metadata, "tokenizer.ggml.add_bos_token": False})["post_processor"] is None
+
+
+def test_a_token_with_a_role_is_matched_as_a_whole_whatever_its_type() -> None:
+    metadata = {**sentencepiece_metadata(), "tokenizer.ggml.padding_token_id": 3}
+    metadata["tokenizer.ggml.token_type"] = [1] * len(metadata["tokenizer.ggml.tokens"])
+    added = tokenizer_json(metadata)["added_tokens"]
+    assert [token["content"] for token in added] == [metadata["tokenizer.ggml.tokens"][i] for i in (0, 1, 2, 3)]
+    assert all(token["special"] for token in added)
 
 
 def test_a_gguf_may_hold_several_chat_templates() -> None:
@@ -378,6 +386,20 @@ class TestByteLevelKinds:
             tokenizer_json({"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["a"]})
         with pytest.raises(ValueError, match="holds no tokenizer"):
             tokenizer_json({})
+
+
+def test_transformers_is_imported_with_the_first_chat_of_a_gguf(builtin_model: ModelSource) -> None:
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from mini_sglang.text.tokenizer import load_tokenizer\nfrom mini_sglang.weights.hub import ModelSource\n"
+        f"tokenizer = load_tokenizer(ModelSource('x', Path({str(builtin_model.path)!r}), 'gguf'))\n"
+        "tokenizer.decode(tokenizer.encode('Hi'))\n"
+        "print('transformers' in sys.modules)\n"
+        "tokenizer.apply_chat_template([{'role': 'user', 'content': 'Hi'}])\n"
+        "print('transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "True"], result.stderr
 
 
 def test_torch_is_not_imported(folder: ModelSource, builtin_model: ModelSource) -> None:

@@ -62,9 +62,9 @@ QUESTION = [Message(role="user", content="What will the weather be?")]
 
 def with_marks(tokenizer: Tokenizer, marks: tuple[str, ...]) -> Tokenizer:
     """The same tokenizer with these texts as special tokens."""
-    library_tokenizer = copy.deepcopy(tokenizer._tokenizer)
-    library_tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
-    return Tokenizer(library_tokenizer, tokenizer.eos_token_ids)
+    backend = copy.deepcopy(tokenizer.backend)
+    backend.add_special_tokens(list(marks))
+    return Tokenizer(backend, tokenizer.eos_token_ids, lambda: tokenizer.renderer)
 
 
 class RandomModel:

@@ -194,7 +194,9 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_looked_for(buil
         def special_token_id(self, text: str) -> int | None:
             return {"[TOOL_CALLS]": 3, "</think>": 4}.get(text)
 
-    tokenizer = WithSpecialMarkers(builtin_tokenizer._tokenizer, builtin_tokenizer.eos_token_ids)
+    tokenizer = WithSpecialMarkers(
+        builtin_tokenizer.backend, builtin_tokenizer.eos_token_ids, lambda: builtin_tokenizer.renderer
+    )
     model_format = ModelFormat.of(tokenizer, ServerConfig(tool_call_parser="mistral", reasoning_parser="think"))
     tools = model_format.rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
     assert tools.constrain(SamplingParams()).shown_special_ids == [3, 4]
@@ -217,6 +219,8 @@ def test_a_mark_of_several_special_tokens_is_shown_whole(
         def special_token_id(self, text: str) -> int | None:
             return 3 + marks.index(text) if text in marks else None
 
-    tokenizer = WithSpecialMarkers(builtin_tokenizer._tokenizer, builtin_tokenizer.eos_token_ids)
+    tokenizer = WithSpecialMarkers(
+        builtin_tokenizer.backend, builtin_tokenizer.eos_token_ids, lambda: builtin_tokenizer.renderer
+    )
     rules = ModelFormat.of(tokenizer, ServerConfig(**options)).rules(TemplateBody(tools=[GET_TIME]), QUESTION, [])
     assert rules.constrain(SamplingParams()).shown_special_ids == list(range(3, 3 + len(marks)))
