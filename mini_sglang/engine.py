@@ -44,8 +44,9 @@ _MASK_WAIT_S = 0.01  # while only masks are computed; messages are read in betwe
 class Engine:
     """Runs requests to their end. The attribute `config` is the argument with every `auto` resolved.
 
-    The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar. A listener is
-    told what the prefix cache holds. Raises ValueError if the configuration asks for events of it and there is none.
+    The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar. `source` is
+    the model, if it was found before. A listener is told what the prefix cache holds. Raises ValueError if the
+    configuration asks for events of it and there is none.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Engine:
         config: EngineConfig,
         tokenizer: Tokenizer | None = None,
         *,
+        source: ModelSource | None = None,
         cache_listener: CacheListener | None = None,
     ) -> None:
         if config.kv_events_endpoint is not None and cache_listener is None:
@@ -61,7 +63,7 @@ class Engine:
         self._observer: EngineObserver | None = None  # None: nothing asks for logs or traces
         if log is not None or config.profile_dir is not None:
             self._observer = EngineObserver(log, config.profile_dir)
-        self.executor = Executor(config)
+        self.executor = Executor(config, source)
         self.config = self.executor.config
         self.model_config = self.executor.model_config
         self._cost = self.executor.step_cost

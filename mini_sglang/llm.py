@@ -76,8 +76,9 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
         config = EngineConfig(model=model, **fields)
-        self.tokenizer: Tokenizer = load_tokenizer(find_model(config))
-        self.engine = Engine(config, self.tokenizer)
+        source = find_model(config)
+        self.tokenizer: Tokenizer = load_tokenizer(source)
+        self.engine = Engine(config, self.tokenizer, source=source)
         self._running: dict[str, _Running] = {}
         self._left: deque[str] = deque()  # requests whose call is over, which must end if they have not
         self._next_id = itertools.count()

@@ -23,7 +23,6 @@ from mini_sglang.model_config import ExpertsConfig, ModelConfig
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.gguf import open_gguf
-from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.hub import ModelSource, find_model
 from mini_sglang.weights.model_config import load_model_config
@@ -116,7 +115,7 @@ def load_reference(source: ModelSource) -> Any:
     hf_config.quantization_config = None
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     names = model.state_dict()
-    tensors = open_folder(source.path, names) if is_folder else open_gguf(GGUFFile(source.path), config)
+    tensors = open_folder(source.path, names) if is_folder else open_gguf(source.gguf, config)
     state = _with_fused_experts({name: tensor.dense().float() for name, tensor in tensors.items()})
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType
 
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
@@ -21,6 +20,7 @@ from mini_sglang.model_config import ModelConfig, RopeScaling
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.weights.dummy import dummy_tensor
 from mini_sglang.weights.gguf import _unpack, half_split_order
+from mini_sglang.weights.gguf_types import TensorType
 from mini_sglang.weights.load import _match
 from mini_sglang.weights.tensor import WeightsError, WeightSlot
 
@@ -234,7 +234,7 @@ def test_the_first_half_is_the_gate() -> None:
 @guards("nibbles-side-by-side")
 def test_low_nibbles_are_the_first_half_of_a_block() -> None:
     block = struct.pack("<ee", 0.5, -1.0) + bytes(low | (15 - low) << 4 for low in range(16))
-    q, scale, minimum = _unpack(np.frombuffer(block, np.uint8)[None], GGMLQuantizationType.Q4_1)
+    q, scale, minimum = _unpack(np.frombuffer(block, np.uint8)[None], TensorType.Q4_1)
     expect((scale.tolist(), minimum.tolist()), ([[0.5]], [[-1.0]]), "scale and minimum of a Q4_1 block")
     expect(
         q[0].tolist(),
@@ -248,7 +248,7 @@ def test_low_nibbles_are_the_first_half_of_a_block() -> None:
 @guards("zero-is-not-zero")
 def test_the_middle_of_q4_0_is_zero() -> None:
     block = struct.pack("<e", 0.5) + bytes([0x08] + [0x88] * 15)
-    q, scale, minimum = _unpack(np.frombuffer(block, np.uint8)[None], GGMLQuantizationType.Q4_0)
+    q, scale, minimum = _unpack(np.frombuffer(block, np.uint8)[None], TensorType.Q4_0)
     values = scale[0, 0] * q[0] + minimum[0, 0]
     expect(
         (values[0], values[16], values[31]),

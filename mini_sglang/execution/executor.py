@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from mini_sglang.execution.sampler import Sampled
 from mini_sglang.execution.worker import Worker
 from mini_sglang.parallel.tensor_parallel import SINGLE, RankError
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
-from mini_sglang.weights.hub import find_model
+from mini_sglang.weights.hub import ModelSource, find_model
 from mini_sglang.weights.model_config import load_model_config
 
 if TYPE_CHECKING:  # it needs ZeroMQ
@@ -105,14 +105,14 @@ class Executor:
     where another rank fails.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, source: ModelSource | None = None) -> None:
         if config.node_rank > 0:
             raise ValueError(f"node_rank must be 0 where the engine runs, got {config.node_rank}; see serve_node")
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda needs an NVIDIA GPU, and PyTorch found none; leave it at auto")
-        self.source = find_model(config)
-        model_config = load_model_config(self.source)
-        resolved = resolve(config, model_config, self.source)
+        source = source or find_model(config)
+        model_config = load_model_config(source)
+        resolved = resolve(config, model_config, source)
         fit_pages = config.num_pages is None and resolved.device == "cuda"
         self._free_buffers: list[_HostBuffer] = []  # those that no launched step uses
         self._closed = False
@@ -120,7 +120,7 @@ class Executor:
         try:
             with self._together():
                 parallel = SINGLE if self._workers is None else self._workers.connect()
-                worker = Worker(resolved, model_config, self.source, parallel, self.check, fit_pages=fit_pages)
+                worker = Worker(resolved, model_config, source, parallel, self.check, fit_pages=fit_pages)
         except BaseException:
             if self._workers is not None:
                 self._workers.close()
@@ -128,6 +128,7 @@ class Executor:
         if self._workers is not None:
             self._process = os.getpid()
             atexit.register(self._close_if_nobody_did)
+        self.source = replace(source)  # without a header, whose texts would stay in memory
         self.config: ResolvedConfig = resolved.replace(num_pages=worker.num_pages)
         self.model_config = worker.model_config
         self.step_cost = worker.step_cost

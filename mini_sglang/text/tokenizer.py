@@ -2,9 +2,9 @@
 
 Built on tokenizers, and for chat templates and folders on transformers, which is imported only then, since that takes a
 second. What is added here is where a tokenizer comes from, errors that name the caller's field, and the true bytes of a
-token. Marker text of special tokens in a prompt or a message ("<|im_end|>") becomes the
-token it names, as in transformers, so that prompts equal the reference library's; a caller who lets strangers fill in
-parts of a prompt, and minds this, must strip such text first.
+token. Marker text of special tokens in a prompt or a message ("<|im_end|>") becomes the token it names, as in
+transformers, so that prompts equal the reference library's; a caller who lets strangers fill in parts of a prompt, and
+minds this, must strip such text first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as TokenizerBackend
-from tokenizers.models import BPE
 
 from mini_sglang.errors import FieldError
 from mini_sglang.weights.gguf_config import gguf_end_token_ids
-from mini_sglang.weights.gguf_file import GGUFFile
-from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
+from mini_sglang.weights.gguf_tokenizer import chat_templates, special_tokens, template_renderer, tokenizer_json
 from mini_sglang.weights.hf_config import end_token_ids
 from mini_sglang.weights.hub import ModelSource
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Chat = Sequence[Mapping[str, Any]]  # messages
+LoadRenderer = Callable[[], "PreTrainedTokenizerFast"]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_WORDS = 500  # characters of what a template says when it refuses
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -42,12 +41,7 @@ class Tokenizer:
     `load_renderer` gives the library's own tokenizer, of which only chat templates and tokens with a role are used.
     """
 
-    def __init__(
-        self,
-        backend: TokenizerBackend,
-        eos_token_ids: frozenset[int],
-        load_renderer: Callable[[], PreTrainedTokenizerFast],
-    ) -> None:
+    def __init__(self, backend: TokenizerBackend, eos_token_ids: frozenset[int], load_renderer: LoadRenderer) -> None:
         self.backend = backend
         self.backend.no_truncation()  # a tokenizer.json may carry settings from training
         self.backend.no_padding()
@@ -143,7 +137,8 @@ class Tokenizer:
         if not chat:
             raise FieldError("messages", "must hold at least one message, got none")
         renderer = self.renderer
-        if refused := sorted(others.keys() & _arguments(renderer.apply_chat_template) - _OF_TEMPLATES):
+        reserved = inspect.signature(renderer.apply_chat_template).parameters.keys() - _OF_TEMPLATES
+        if refused := sorted(others.keys() & reserved):
             raise FieldError("chat_template_kwargs", f"must not hold {', '.join(refused)}")
         from mini_sglang.text.template_bounds import bounded_source, count_anew  # as late as transformers
 
@@ -190,7 +185,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     """
     try:
         if source.kind == "gguf":
-            metadata = GGUFFile(source.path).metadata
+            metadata = source.gguf.metadata
             end_ids, load = gguf_end_token_ids(metadata), functools.partial(_from_gguf, metadata)
         else:
             end_ids, load = end_token_ids(source.path), functools.partial(_from_folder, source.path)
@@ -232,19 +227,8 @@ def _from_folder(folder: Path, eos_token_ids: frozenset[int]) -> Tokenizer:
 
 def _from_gguf(metadata: Mapping[str, Any], eos_token_ids: frozenset[int]) -> Tokenizer:
     backend = TokenizerBackend.from_str(json.dumps(tokenizer_json(metadata), ensure_ascii=False))
-    templates, special = chat_templates(metadata), special_tokens(metadata)
-
-    def renderer() -> PreTrainedTokenizerFast:
-        from transformers import PreTrainedTokenizerFast
-
-        no_vocabulary = TokenizerBackend(BPE())  # a copy of it is made, and texts are all that is asked for
-        return PreTrainedTokenizerFast(tokenizer_object=no_vocabulary, chat_template=templates, **special)
-
-    return Tokenizer(backend, eos_token_ids, renderer)
-
-
-def _arguments(method: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(method).parameters)
+    load_renderer = functools.partial(template_renderer, chat_templates(metadata), special_tokens(metadata))
+    return Tokenizer(backend, eos_token_ids, load_renderer)
 
 
 def _refuse_surrogates(field: str, text: str) -> None:

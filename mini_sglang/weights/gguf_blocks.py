@@ -11,19 +11,18 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from mini_sglang.weights.gguf_types import TensorType
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
-_TYPES = GGMLQuantizationType
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
 Parts = tuple[npt.NDArray[np.generic], Numbers, Numbers | None]  # q [blocks, weights], scales and minimums of groups
 
 
-def unpack_blocks(rows: Bytes, kind: GGMLQuantizationType) -> QuantizedWeight:
+def unpack_blocks(rows: Bytes, kind: TensorType) -> QuantizedWeight:
     """A matrix of one of `BLOCK_TYPES`, by its stored bytes [rows, bytes per row]."""
-    q, scale, minimum = BLOCK_TYPES[kind](rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    q, scale, minimum = BLOCK_TYPES[kind](rows.reshape(-1, kind.block_bytes))
     group = q.shape[1] // scale.shape[1]
 
     def by_row(values: npt.NDArray[np.generic]) -> torch.Tensor:
@@ -98,11 +97,11 @@ def _half(blocks: Bytes, at: int) -> Numbers:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
-BLOCK_TYPES: Mapping[GGMLQuantizationType, Callable[[Bytes], Parts]] = {
-    _TYPES.Q5_0: _q5_0,
-    _TYPES.Q5_1: _q5_1,
-    _TYPES.Q8_0: _q8_0,
-    _TYPES.Q4_K: _q4_k,
-    _TYPES.Q5_K: _q5_k,
-    _TYPES.Q6_K: _q6_k,
+BLOCK_TYPES: Mapping[TensorType, Callable[[Bytes], Parts]] = {
+    TensorType.Q5_0: _q5_0,
+    TensorType.Q5_1: _q5_1,
+    TensorType.Q8_0: _q8_0,
+    TensorType.Q4_K: _q4_k,
+    TensorType.Q5_K: _q5_k,
+    TensorType.Q6_K: _q6_k,
 }

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
-from gguf.gguf_reader import GGUFReader
 
 from mini_sglang.errors import shorten
+from mini_sglang.weights.gguf_types import TensorType
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: TensorType
     offset: int  # bytes from the start of the file
     num_bytes: int
 
@@ -62,7 +61,11 @@ class GGUFFile:
         return np.memmap(self.path, np.uint8, mode="c", offset=tensor.offset, shape=shape)
 
 
-_SCALARS = {kind: np.dtype(scalar).newbyteorder("<") for kind, scalar in GGUFReader.gguf_scalar_to_np.items()}
+# The format's numbers of the types of values.
+_SCALARS = dict(enumerate(map(np.dtype, ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))))
+_STRING, _ARRAY = 8, 9
+_SCALARS |= {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+_DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")  # of a string
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4  # of GGML
@@ -86,9 +89,9 @@ class _HeaderReader:
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = self._string()
-            metadata[key] = self._value(self._type(self._integer("<I")))
+            metadata[key] = self._value(self._integer("<I"))
         raw = [self._tensor_entry() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"{self._path}: general.alignment must be a positive integer, got {alignment!r}")
         start = -(-self._position // alignment) * alignment
@@ -109,10 +112,10 @@ class _HeaderReader:
 
     def _tensor_info(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> TensorInfo:
         try:
-            tensor_type = GGMLQuantizationType(kind)
+            tensor_type = TensorType(kind)
         except ValueError:
             raise ValueError(f"{self._path}: tensor {name} has the unknown type number {kind}") from None
-        block_size, block_bytes = GGML_QUANT_SIZES[tensor_type]
+        block_size, block_bytes = tensor_type.block_size, tensor_type.block_bytes
         if not shape or 0 in shape or shape[-1] % block_size:
             raise ValueError(
                 f"{self._path} is damaged: tensor {name} of type {tensor_type.name} has the shape {list(shape)[:8]}, "
@@ -120,28 +123,24 @@ class _HeaderReader:
             )
         return TensorInfo(name, shape, tensor_type, start + offset, math.prod(shape) // block_size * block_bytes)
 
-    def _value(self, kind: GGUFValueType) -> Any:
-        if kind is GGUFValueType.STRING:
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
             return self._string()
-        if kind is GGUFValueType.ARRAY:
-            item_kind, length = self._type(self._integer("<I")), self._integer("<Q")
-            if item_kind in _SCALARS:
-                return self._scalars(item_kind, length)
-            if item_kind is GGUFValueType.ARRAY:
+        if kind == _ARRAY:
+            item_kind, length = self._integer("<I"), self._integer("<Q")
+            if item_kind == _STRING:
+                return self._strings(length)
+            if item_kind == _ARRAY:
                 raise ValueError(f"{self._path}: arrays of arrays in the metadata are not supported")
-            return self._strings(length)
+            return self._scalars(item_kind, length)
         return self._scalars(kind, 1)[0]
 
-    def _scalars(self, kind: GGUFValueType, count: int) -> list[Any]:
+    def _scalars(self, kind: int, count: int) -> list[Any]:
+        if kind not in _SCALARS:
+            raise ValueError(f"{self._path}: unknown metadata type number {kind}")
         item = _SCALARS[kind]
         values: list[Any] = np.frombuffer(self._bytes(count * item.itemsize), item).tolist()
         return values
-
-    def _type(self, number: int) -> GGUFValueType:
-        try:
-            return GGUFValueType(number)
-        except ValueError:
-            raise ValueError(f"{self._path}: unknown metadata type number {number}") from None
 
     def _string(self) -> str:
         return self._bytes(self._integer("<Q")).decode("utf-8", "replace")

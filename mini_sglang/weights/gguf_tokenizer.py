@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -192,6 +198,13 @@ def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
         if template := metadata.get(f"tokenizer.chat_template.{name}"):
             named[name] = template
     return {"default": default, **named} if default and named else default
+
+
+def template_renderer(templates: str | dict[str, str] | None, special: Mapping[str, str]) -> PreTrainedTokenizerFast:
+    """Transformers' tokenizer for its chat templates alone: it has no vocabulary."""
+    from transformers import PreTrainedTokenizerFast  # not above: it takes a second
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=templates, **special)
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:

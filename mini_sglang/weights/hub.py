@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -20,9 +21,12 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mini_sglang.config import EngineConfig
+
+if TYPE_CHECKING:
+    from mini_sglang.weights.gguf_file import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,13 @@ class ModelSource:
     name: str  # as the user gave it
     path: Path
     kind: Literal["safetensors", "gguf"]
+
+    @functools.cached_property
+    def gguf(self) -> GGUFFile:
+        """The header of a GGUF file, which is read once. Raises ValueError as `GGUFFile` does."""
+        from mini_sglang.weights.gguf_file import GGUFFile  # NumPy: not where a server only looks for the file
+
+        return GGUFFile(self.path)
 
 
 @dataclass(frozen=True)

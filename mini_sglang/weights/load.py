@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.filling import fill_slots
 from mini_sglang.weights.gguf import QUANTIZED_TYPES, open_gguf
-from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.quantization import open_folder
@@ -28,7 +27,7 @@ def load_weights(
     Raises WeightsError, before any slot is filled, that lists all missing, unexpected and misshapen tensors.
     """
     is_gguf = source.kind == "gguf"
-    tensors = open_gguf(GGUFFile(source.path), config) if is_gguf else open_folder(source.path, slots)
+    tensors = open_gguf(source.gguf, config) if is_gguf else open_folder(source.path, slots)
     plan = _match(tensors, slots, tied=config.tie_word_embeddings, where=str(source.path))
     fill_slots(plan, f"Loading {source.name}", show_progress=show_progress)
 
@@ -37,7 +36,7 @@ def has_quantized_weights(source: ModelSource) -> bool:
     """Whether the checkpoint holds quantised matrices that can be kept as they are."""
     if source.kind != "gguf":
         return read_quantization(source.path) is not None
-    return any(tensor.type in QUANTIZED_TYPES for tensor in GGUFFile(source.path).tensors.values())
+    return any(tensor.type in QUANTIZED_TYPES for tensor in source.gguf.tensors.values())
 
 
 def _match(

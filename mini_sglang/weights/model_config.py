@@ -9,7 +9,6 @@ import dataclasses
 
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf_config import config_from_gguf
-from mini_sglang.weights.gguf_file import GGUFFile
 from mini_sglang.weights.hf_config import config_from_hf, end_token_ids, read_json, read_quantization
 from mini_sglang.weights.hub import ModelSource
 
@@ -21,7 +20,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     """
     try:
         if source.kind == "gguf":
-            return config_from_gguf(GGUFFile(source.path))
+            return config_from_gguf(source.gguf)
         config = config_from_hf(read_json(source.path / "config.json"))
         read_quantization(source.path)  # refuses what is not supported
         return dataclasses.replace(config, eos_token_ids=end_token_ids(source.path))

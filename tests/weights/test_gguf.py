@@ -17,6 +17,7 @@ from mini_sglang.parallel.sharding import copy_shard, shard_evenly, whole
 from mini_sglang.weights.gguf import hf_name, open_gguf
 from mini_sglang.weights.gguf_config import config_from_gguf
 from mini_sglang.weights.gguf_file import GGUFFile
+from mini_sglang.weights.gguf_types import TensorType
 from mini_sglang.weights.tensor import WeightsError
 from tests.tiny import Checkpoints
 
@@ -33,6 +34,11 @@ CONFIG = ModelConfig(
     rms_norm_eps=1e-6,
     rope_theta=1e4,
 )
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    ours = {kind.name: (kind.value, kind.block_size, kind.block_bytes) for kind in TensorType}
+    assert ours == {kind.name: (kind.value, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
 
 
 def write_raw(path: Path, kind: gguf.GGMLQuantizationType, rows: int = 6, columns: int = 512) -> np.ndarray[Any, Any]:
@@ -195,3 +201,9 @@ def test_metadata_that_is_not_supported_is_named(
     file.metadata.update(entries)
     with pytest.raises(ValueError, match=re.escape(message)):
         config_from_gguf(file)
+
+
+def test_a_source_reads_the_header_once(checkpoints: Checkpoints) -> None:
+    source = checkpoints.write_gguf("llama").source
+    assert source.gguf is source.gguf
+    assert source.gguf.metadata["general.architecture"] == "llama"
