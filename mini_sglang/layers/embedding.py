@@ -40,7 +40,8 @@ class Embedding:
         self._kernels, self._parallel = placement.kernels, placement.parallel
         self._hidden, self._vocab = whole(hidden_size), placement.parallel.shard(vocab_size)
         rows = self._vocab.size + (self._parallel.size > 1)  # the last for the tokens that other ranks look up
-        self._table = torch.zeros(rows, hidden_size, dtype=placement.dtype, device=placement.device)
+        self._table = torch.empty(rows, hidden_size, dtype=placement.dtype, device=placement.device)
+        self._table[self._vocab.size :] = 0
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int32 or int64 -> [tokens, hidden]"""

@@ -47,6 +47,8 @@ class QuantizedWeight:
 
         None if those would be too small to be worth their scales, or if a group were padded that has a minimum.
         """
+        if self.q.shape == (rows.size, columns.size) == (rows.full, columns.full):
+            return self
         group = self.group_size
         if columns != whole(columns.full):
             group = columns.size if self.scale.shape[1] == 1 else math.gcd(group, columns.size)

@@ -94,6 +94,7 @@ class CompiledPacked(NamedTuple):
     multiply: Any
 
 
+@cache
 def best_instruction() -> str:
     """The fastest of `INSTRUCTIONS` that this processor has."""
     features = binding.get_host_cpu_features()

@@ -109,13 +109,19 @@ def pack(weight: QuantizedWeight, form: PackedForm) -> torch.Tensor:
     tiles, blocks_per_group = -(-outputs // TILE), -(-group // block)
     blocks = groups * blocks_per_group
     more_outputs = (0, 0, 0, tiles * TILE - outputs)
-    q = F.pad(weight.q, (0, groups * group - weight.q.shape[1])).view(outputs, groups, group)
-    q = F.pad(q, (0, blocks_per_group * block - group)).view(outputs, blocks * block)
-    q = F.pad(q, more_outputs).view(tiles, TILE, blocks, block // 4, 4).permute(0, 2, 3, 1, 4)
+    q = _padded(weight.q, (0, groups * group - weight.q.shape[1])).reshape(outputs, groups, group)
+    q = _padded(q, (0, blocks_per_group * block - group)).reshape(outputs, blocks * block)
+    words = _padded(q, more_outputs).view(torch.int32).view(tiles, TILE, blocks, -1)  # of 4 inputs
     if form.bits == 4:
-        q = q[:, :, ::2] | q[:, :, 1::2] << 4
-    parts = [q.reshape(tiles, blocks, -1)]
+        words = words[..., ::2] | words[..., 1::2] << 4
+    parts = [words.permute(0, 2, 3, 1).reshape(tiles, blocks, -1)]
     for values in [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]:
-        spread = F.pad(values.repeat_interleave(blocks_per_group, 1), more_outputs).view(tiles, TILE, blocks)
-        parts.append(spread.to(torch.float16 if form.scale_bits == 16 else torch.float32).mT.contiguous())
+        halves = values.to(torch.float16 if form.scale_bits == 16 else torch.float32)
+        spread = _padded(halves.repeat_interleave(blocks_per_group, 1), more_outputs).view(tiles, TILE, blocks)
+        parts.append(spread.mT.contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+
+
+def _padded(values: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+    """As `F.pad`, which copies even where there is nothing to add."""
+    return F.pad(values, widths) if any(widths) else values
