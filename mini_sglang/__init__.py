@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from mini_sglang.collector import no_collections
+
 if TYPE_CHECKING:
     from mini_sglang.config import EngineConfig, ServerConfig
     from mini_sglang.engine import Engine
@@ -51,7 +53,8 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    with no_collections():
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value  # the next use finds it without this function
     return value
 

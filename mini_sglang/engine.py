@@ -15,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from mini_sglang.collector import no_collections
 from mini_sglang.config import EngineConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.execution.executor import Executor, StepHandle, is_lost
@@ -63,7 +64,8 @@ class Engine:
         self._observer: EngineObserver | None = None  # None: nothing asks for logs or traces
         if log is not None or config.profile_dir is not None:
             self._observer = EngineObserver(log, config.profile_dir)
-        self.executor = Executor(config, source)
+        with no_collections():
+            self.executor = Executor(config, source)
         self.config = self.executor.config
         self.model_config = self.executor.model_config
         self._cost = self.executor.step_cost

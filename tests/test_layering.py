@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": {"outputs", "sampling_params"},
     "model_config": set(),
     "child_process": set(),
+    "collector": set(),
     "memory": set(),
     "weights.tensor": {"parallel.sharding", "weights.quantized_weight"},
     "weights.quantized_weight": {"parallel.sharding"},
@@ -71,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
         "text.tokenizer",
     },
     "engine": {
+        "collector",
         "config",
         "errors",
         "execution",
@@ -89,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "ipc.kv_events": {"config", "observability.cache_events"},
     "ipc.engine_process": {
         "child_process",
+        "collector",
         "config",
         "engine",
         "errors",
@@ -144,6 +147,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "server": {
         "cli",
+        "collector",
         "config",
         "errors",
         "grammar.calls",

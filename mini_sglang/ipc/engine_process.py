@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
+from mini_sglang.collector import no_collections
 from mini_sglang.config import EngineConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.ipc import messages
@@ -72,10 +73,9 @@ def main(address: str, parent_pid: int) -> int:
 
 def _imported() -> type[Engine]:
     """Import the engine: not earlier, since it takes seconds in which the parent may end or a signal may come."""
-    gc.disable()  # imports leave no garbage, and collections would take a tenth of their time
-    from mini_sglang.engine import Engine
+    with no_collections():
+        from mini_sglang.engine import Engine
 
-    gc.enable()
     return Engine
 
 

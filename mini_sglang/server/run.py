@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import importlib.util
 import logging
 import os
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from mini_sglang.collector import no_collections
 from mini_sglang.config import EngineConfig, ServerConfig
 from mini_sglang.ipc.launch import launch
 from mini_sglang.server.listener import bind, listen
@@ -96,11 +96,10 @@ async def _start(config: EngineConfig, source: ModelSource) -> AsyncEngine:
 
 def _import_the_rest() -> type[AsyncEngine]:
     """Import what `_serve_engine` needs too, while there is time."""
-    gc.disable()  # imports leave no garbage, and collections would take a tenth of their time
-    importlib.import_module("mini_sglang.server.http_server")
-    from mini_sglang.ipc.async_engine import AsyncEngine
+    with no_collections():
+        importlib.import_module("mini_sglang.server.http_server")
+        from mini_sglang.ipc.async_engine import AsyncEngine
 
-    gc.enable()
     return AsyncEngine
 
 
