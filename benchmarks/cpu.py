@@ -73,8 +73,10 @@ def benchmarks(
     llama_server: str | None = None, vllm: str | None = None, libraries: str | None = None
 ) -> list[Benchmark]:
     peers = {"llama.cpp": llama_server, "vllm": vllm}
+    server = () if llama_server is None else ("--llama-server", llama_server)
     return [
-        *([Benchmark("peers", ("cpu_vs_peers.py", "--peers", libraries))] if libraries else []),
+        *([Benchmark("peers", ("cpu_vs_peers.py", "--peers", libraries, *server))] if libraries else []),
+        Benchmark("loading", ("first_token.py", "--large", *server), ("gguf",)),
         Benchmark("transformers", ("cpu_vs_transformers.py",)),
         Benchmark("accuracy", ("load_generator_accuracy.py",), ("aiohttp",)),
         *(

@@ -1,17 +1,19 @@
 """This engine against llama.cpp and OpenVINO GenAI on one GGUF file, on a CPU, in turns.
 
-    python benchmarks/cpu_vs_peers.py --peers PYTHON [--model FILE] [--rounds 5] [--json FILE]
+    python -m benchmarks.cpu_vs_peers --peers PYTHON [--llama-server PATH] [--model FILE] [--rounds 5] [--json FILE]
 
 PYTHON is an interpreter that has `llama-cpp-python` and `openvino-genai`; one that is missing is left out, and said so.
 Each side is a process of its own that holds the model and waits for its turn, so that a change of the machine's speed
-hits all. All are called as libraries, on as many threads as there are cores; prompts are the same random tokens, ends
-are ignored, decoding is greedy. Rates count generated tokens (prompt tokens for `prefill`) over the whole call, and are
-the medians of all rounds; a ratio is the median of the rounds' ratios to the best peer of that round.
+hits all. All are called as libraries but llama.cpp's own server, which is asked over HTTP, all requests at once; all
+compute on as many threads as there are cores. Prompts are the same random tokens, ends are ignored, decoding is greedy.
+Rates count generated tokens (prompt tokens for `prefill`) over the whole call, and are the medians of all rounds; a
+ratio is the median of the rounds' ratios to the best peer of that round.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import importlib
 import json
 import os
@@ -21,11 +23,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 Generate = Callable[[list[list[int]], int], None]  # prompts, and how many tokens to add to each
 
+ROOT = Path(__file__).parents[1]
 THREADS = len(os.sched_getaffinity(0))
 WORKLOADS = {  # name -> requests, prompt tokens, output tokens, counted tokens
     "one stream (32 + 128)": (1, 32, 128, 128),
@@ -104,15 +109,40 @@ def openvino(model: str) -> Generate:
     return generate
 
 
+def llama_cpp_server(program: str, model: str) -> Generate:
+    from benchmarks import llama_server
+    from mini_sglang.child_process import die_with_parent
+
+    port = llama_server.free_port()
+    sizes = ("--parallel", "16", "--ctx-size", str(16 * 1024), "--threads", str(THREADS), "--no-cache-prompt")
+    command = llama_server.command(program, model, port, *sizes)
+    llama_server.wait(subprocess.Popen(command, text=True, preexec_fn=die_with_parent), port)
+    clients = ThreadPoolExecutor(16)
+
+    def ask(prompt: list[int], output: int) -> None:
+        connection = http.client.HTTPConnection(llama_server.HOST, port)
+        body = {"prompt": prompt, "n_predict": output, "temperature": 0, "ignore_eos": True}
+        connection.request("POST", "/completion", json.dumps(body), {"content-type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        if answer.get("tokens_predicted") != output:
+            raise RuntimeError(f"llama.cpp's server was asked for {output} tokens, and answered {answer}")
+
+    def generate(prompts: list[list[int]], output: int) -> None:
+        list(clients.map(ask, prompts, [output] * len(prompts)))
+
+    return generate
+
+
 SIDES = {"mini_sglang": mini_sglang, "llama.cpp": llama_cpp, "openvino": openvino}
 PACKAGES = {"llama.cpp": "llama-cpp-python", "openvino": "openvino-genai"}
+SERVER = "llama.cpp server"
 
 
-def serve(side: str, model: str) -> None:
+def serve(load: Callable[[str], Generate], model: str) -> None:
     """Be a side: say that the model is there, and then for each line with a workload how many seconds it took."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries may print
-    generate = SIDES[side](model)
+    generate = load(model)
     print("ready", file=replies)
     for line in sys.stdin:
         prompts, output = json.loads(line)
@@ -124,10 +154,11 @@ def serve(side: str, model: str) -> None:
 class Side:
     """A process that computes when it is asked to."""
 
-    def __init__(self, name: str, python: str, model: str) -> None:
-        command = [python, __file__, "--side", name, "--model", model]
+    def __init__(self, name: str, python: str, model: str, *options: str) -> None:
+        command = [python, "-m", "benchmarks.cpu_vs_peers", "--side", name, "--model", model, *options]
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
         )
         self._reply("ready")
 
@@ -137,11 +168,11 @@ class Side:
         return float(self._reply())
 
     def close(self) -> int:
-        """End it -> the most memory it had, in bytes"""
-        peak = Path(f"/proc/{self._process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
+        """End it -> the most memory it had, or a server that it has started, in bytes"""
+        peaks = [_status(process, "VmHWM") for process in _with_children(self._process.pid)]
         self._process.kill()
         self._process.wait()
-        return int(peak) << 10
+        return peaks[-1] << 10
 
     def _reply(self, expected: str = "") -> str:
         assert self._process.stdout is not None
@@ -151,18 +182,29 @@ class Side:
         return line
 
 
+def _with_children(pid: int) -> list[int]:
+    children = (Path(f"/proc/{pid}/task/{thread.name}/children") for thread in Path(f"/proc/{pid}/task").iterdir())
+    return [pid, *(int(child) for path in children for child in path.read_text().split())]
+
+
+def _status(pid: int, key: str) -> int:
+    """A number of a process's status, such as a size in KiB."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition(f"{key}:")[2].split()[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", metavar="PYTHON", default=sys.executable, help="the interpreter that has the peers")
+    parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; left out without it")
     parser.add_argument("--model", metavar="FILE", help="a GGUF file; default: the built-in model's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=[*SIDES, SERVER], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        serve(args.side, args.model)
+        serve(partial(llama_cpp_server, args.llama_server) if args.side == SERVER else SIDES[args.side], args.model)
         return
-    figures = measure(args.model or built_in(), args.peers, args.rounds)
+    figures = measure(args.model or built_in(), args.peers, args.llama_server, args.rounds)
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -173,13 +215,15 @@ def built_in() -> str:
     return str(resolve_model("smollm2-135m").path)
 
 
-def measure(model: str, peers: str, rounds: int) -> dict[str, Any]:
+def measure(model: str, peers: str, llama_server: str | None, rounds: int) -> dict[str, Any]:
     sides = {"mini_sglang": Side("mini_sglang", sys.executable, model)}
     for name, package in PACKAGES.items():
         try:
             sides[name] = Side(name, peers, model)
         except RuntimeError:
             print(f"{name}: left out, since {package} does not load the model in {peers}")
+    if llama_server is not None:
+        sides[SERVER] = Side(SERVER, sys.executable, model, "--llama-server", str(Path(llama_server).resolve()))
     rates: dict[str, dict[str, list[float]]] = {name: {side: [] for side in sides} for name in WORKLOADS}
     draw = random.Random(0)
     for number in range(rounds + 1):

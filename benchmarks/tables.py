@@ -190,6 +190,20 @@ def library_rows(run: Figures) -> Rows:
     return rows
 
 
+def loading_rows(run: Figures) -> Rows:
+    """Of first_token.py: medians, and of this engine what is beyond importing torch."""
+    torch, own = "import torch", ("LLM", "serve")
+    rows: Rows = []
+    for case, sides in run["figures"].items():
+        seconds = {
+            side: statistics.median(start["first_token"] for start in of_side) for side, of_side in sides.items()
+        }
+        rows = rows or [["Seconds to the first token (beyond importing torch)", *seconds]]
+        cells = [f"{s:.2f} ({s - seconds[torch]:.2f})" if side in own else f"{s:.2f}" for side, s in seconds.items()]
+        rows.append([case, *cells])
+    return rows
+
+
 def peer_rows(run: Figures) -> Rows:
     """Of serving_vs_peers.py: a row for each rate, and one for both percentiles of each latency."""
     rows = [["Workload", "", "mini_sglang", run["figures"]["peer"], "ratio"]]
@@ -222,6 +236,7 @@ BLOCKS = [
     Block("h200-tp2", ("h200-tp2-peers.json", "h200-tp2.json"), tp_rows),
     Block("transformers", ("cpu-transformers.json",), transformers_rows),
     Block("peers", ("cpu-peers.json",), library_rows),
+    Block("loading", ("cpu-loading.json",), loading_rows),
     Block("offline-peers", ("cpu-offline-peers.json",), offline_peer_rows),
     Block("vllm", ("cpu-vllm.json",), peer_rows),
     Block("llama.cpp", ("cpu-llama.cpp.json",), peer_rows),

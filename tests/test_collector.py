@@ -10,9 +10,13 @@ from mini_sglang.collector import no_collections
 
 
 def test_nothing_is_collected_meanwhile_even_if_it_fails() -> None:
-    with pytest.raises(ValueError, match="inside"), no_collections():
-        assert not gc.isenabled()
-        raise ValueError("inside")
+    def fail() -> None:
+        with no_collections():
+            assert not gc.isenabled()
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
     assert gc.isenabled()
 
 

@@ -101,6 +101,7 @@ ALLOWED: dict[str, set[str]] = {
         "observability.cache_events",
     },
     "ipc.async_engine": {
+        "collector",
         "config",
         "errors",
         "grammar.checker",

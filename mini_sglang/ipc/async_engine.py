@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 import zmq.asyncio
 
+from mini_sglang.collector import no_collections
 from mini_sglang.config import EngineConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.checker import GrammarChecker
@@ -80,8 +81,9 @@ class OutputQueue:
 def _make_ready(tokenizer: Tokenizer) -> None:
     """Have done once what else the first requests would wait for: a look at every token, and the library of chats."""
     tokenizer.fewest_tokens(0)
-    if tokenizer.has_chat_template:
-        importlib.import_module("mini_sglang.text.template_bounds")
+    with no_collections():
+        if tokenizer.has_chat_template:  # asking imports transformers
+            importlib.import_module("mini_sglang.text.template_bounds")
 
 
 def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
