@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script of this folder with its arguments."""
+    """A script of this folder, by its module's name, with its arguments."""
 
     name: str
     words: tuple[str, ...]
@@ -50,11 +50,11 @@ class Benchmark:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "figures.json"
-            command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--json", str(out)]
+            command = [sys.executable, "-m", f"benchmarks.{script}", *arguments, "--json", str(out)]
             subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
             figures = json.loads(out.read_text())
         said = " ".join(Path(word).name if "/" in word else word for word in self.words)
-        run = {**provenance(), "command": f"python benchmarks/{said}", "figures": figures}
+        run = {**provenance(), "command": f"python -m benchmarks.{said}", "figures": figures}
         self.results.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -75,12 +75,12 @@ def benchmarks(
     peers = {"llama.cpp": llama_server, "vllm": vllm}
     server = () if llama_server is None else ("--llama-server", llama_server)
     return [
-        *([Benchmark("peers", ("cpu_vs_peers.py", "--peers", libraries, *server))] if libraries else []),
-        Benchmark("loading", ("first_token.py", "--large", *server), ("gguf",)),
-        Benchmark("transformers", ("cpu_vs_transformers.py",)),
-        Benchmark("accuracy", ("load_generator_accuracy.py",), ("aiohttp",)),
+        *([Benchmark("peers", ("cpu_vs_peers", "--peers", libraries, *server))] if libraries else []),
+        Benchmark("loading", ("first_token", "--large", *server), ("gguf",)),
+        Benchmark("transformers", ("cpu_vs_transformers",)),
+        Benchmark("accuracy", ("load_generator_accuracy",), ("aiohttp",)),
         *(
-            Benchmark(peer, ("serving_vs_peers.py", "--peer", peer, "--command", program), ("aiohttp",))
+            Benchmark(peer, ("serving_vs_peers", "--peer", peer, "--command", program), ("aiohttp",))
             for peer, program in peers.items()
             if program is not None
         ),
