@@ -28,6 +28,7 @@ class RopeScaling:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None: 0.1 * ln(factor) + 1
+    truncate: bool = True  # yarn: between whole dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     normalize_weights: bool  # the weights of a token's chosen experts add up to 1
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP of the model's `intermediate_size` instead
+    bias: bool = False  # of the router and of every expert's matrices
+    clamp: tuple[float, float] | None = None  # alpha and limit of a clamped gate (gpt-oss); None: the gate is silu
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -72,6 +75,8 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None  # positions that a token sees in each layer, its own included; None: all
+    full_attention_layers: frozenset[int] = frozenset()  # layers in which a token sees all positions all the same
+    attention_sinks: bool = False  # each head has a score of no position, which takes its share of the softmax
     unrotated_layers: frozenset[int] = frozenset()  # layers without rotary embedding (SmolLM3)
     experts: ExpertsConfig | None = None  # None: every layer has one MLP
     eos_token_ids: frozenset[int] = frozenset()

@@ -21,10 +21,10 @@ PATH = [found.groupdict() for line in PAGE.read_text(encoding="utf-8").splitline
 CORE = ("scheduling/", "execution/", "attention/", "models/", "layers/")  # folders that the path must not go around
 ASIDE = {  # of these, what the page leaves for later: other ways to do what a stop of the path does
     *("scheduling/simulation.py", "scheduling/__init__.py", "execution/__init__.py", "attention/__init__.py"),
-    *("models/__init__.py", "layers/__init__.py"),
+    *("models/__init__.py", "layers/__init__.py", "layers/qk_norm.py"),
     *("execution/graph_runner.py", "execution/cuda_graph.py", "execution/prefill_graph.py", "execution/pinned_ring.py"),
     *("execution/worker_group.py", "execution/worker_main.py", "execution/node.py"),
-    "attention/triton_backend.py",
+    *("attention/triton_backend.py", "attention/alternating.py"),
     *("attention/flashinfer_backend.py", "attention/flash_attn_backend.py"),
 }
 

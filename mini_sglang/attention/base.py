@@ -31,10 +31,11 @@ class AttentionPlan(Protocol):
         """Where the keys and values of the step's tokens must be stored before `attend` of that layer."""
         ...
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attend q [T, heads, head_dim] causally: a token at position p sees its row's positions 0 to p.
 
-        Returns [T, heads, head_dim].
+        `sinks` [heads] float32 are the scores of no position, which take their share of each head's softmax (Xiao et
+        al., arXiv 2309.17453). Returns [T, heads, head_dim].
         """
         ...
 

@@ -78,8 +78,9 @@ class FlashAttnPlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attend q [T, heads, head_dim] to what the pool holds, the step's own tokens included -> the same shape"""
+        assert sinks is None, "select.py refuses models with sinks"
         keys, values = self._pool.layers[layer].unbind()
         table = {"page_table" if _HAS_3 else "block_table": self._page_table}
         chunks = self._chunks

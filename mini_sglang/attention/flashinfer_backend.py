@@ -73,7 +73,8 @@ class FlashInferPlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        assert sinks is None, "select.py refuses models with sinks"
         keys, values = self._pool.layers[layer].unbind()
         attended: torch.Tensor = self._wrapper.run(q.contiguous(), (keys, values))
         return attended

@@ -74,16 +74,16 @@ class ReferencePlan:
     def target(self, layer: int) -> KVCells:
         return self._pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         if self._compiled is not None:
-            return self._compiled.run(q, layer)
+            return self._compiled.run(q, layer, sinks)
         if self._decode is not None and not self._chunks:
-            return self._decode.run(q, layer)
+            return self._decode.run(q, layer, sinks)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for chunk in self._chunks:
-            out[chunk.tokens] = chunk.run(q[chunk.tokens], layer)
+            out[chunk.tokens] = chunk.run(q[chunk.tokens], layer, sinks)
         if self._decode is not None:
-            out[self._decode_tokens] = self._decode.run(q[self._decode_tokens], layer)
+            out[self._decode_tokens] = self._decode.run(q[self._decode_tokens], layer, sinks)
         return out
 
 
@@ -105,10 +105,13 @@ class _Decode:
         masked = _masked(torch.arange(width, device=device), own, window)
         self._mask = _additive_mask(masked, dtype).view(len(rows), 1, 1, width)
 
-    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def run(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
         """q [rows, heads, head_dim] -> the same shape"""
         k, v = self._pool.gather(layer, self._pages).to(q.dtype).view(self._kv_shape).transpose(2, 3).unbind()
-        return F.scaled_dot_product_attention(q.reshape(self._q_shape), k, v, attn_mask=self._mask).reshape(q.shape)
+        mask = self._mask
+        if sinks is not None:
+            k, v, mask = _with_sinks(k, v, mask, sinks.view(self._pool.num_kv_heads, -1, 1))
+        return F.scaled_dot_product_attention(q.reshape(self._q_shape), k, v, attn_mask=mask).reshape(q.shape)
 
 
 class _Compiled:
@@ -124,11 +127,11 @@ class _Compiled:
         length = max(start + count for start, count in zip(starts, counts, strict=True))
         self._page_table = metadata.page_table[:, : -(-length // pool.page_size)].contiguous()
 
-    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def run(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
         """q [T, heads, head_dim] -> the same shape"""
         keys, values = self._pool.key_cells[layer], self._pool.value_cells[layer]
         return self._kernels.attend(
-            q.contiguous(), keys, values, self._page_table, self._blocks, self._pool.page_size, self._window
+            q.contiguous(), keys, values, self._page_table, self._blocks, self._pool.page_size, self._window, sinks
         )
 
 
@@ -161,14 +164,20 @@ class _Chunk:
             positions = torch.arange(self._length, device=self._pages.device)
             self._mask = _additive_mask(_masked(positions, positions[start:].unsqueeze(1), window), dtype)
 
-    def run(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def run(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
         """q [count, heads, head_dim] -> the same shape"""
         kv_heads = self._pool.num_kv_heads
         group = q.shape[1] // kv_heads
         kv = self._pool.gather(layer, self._pages)[:, : self._length].to(q.dtype).transpose(1, 2)
         k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1).unbind()  # [kv_heads, group, length, head_dim] each
         grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [kv_heads, group, count, head_dim]
-        out = _attend(grouped, k, v, self._mask)
+        mask = self._mask
+        if sinks is not None:
+            if mask is None:
+                positions = torch.arange(self._length, device=q.device)
+                mask = _additive_mask(_masked(positions, positions.unsqueeze(1), None), q.dtype)
+            k, v, mask = _with_sinks(k, v, mask, sinks.view(kv_heads, -1, 1, 1))
+        out = _attend(grouped, k, v, mask)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -187,6 +196,18 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
         if mask is not None:
             mask = F.pad(F.pad(mask, (0, more_keys), value=float("-inf")), (0, 0, 0, more_queries))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)[:, :, :count]
+
+
+def _with_sinks(
+    k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One more key and value, of zeros, whose score is the head's sink: it takes its share, and adds nothing.
+
+    k and v [..., length, head_dim]; mask [..., queries, length] and sinks [..., 1] fit those of the scores.
+    """
+    shape = torch.broadcast_shapes((*mask.shape[:-1], 1), sinks.shape)
+    mask = torch.cat((mask.expand(*shape[:-1], mask.shape[-1]), sinks.to(mask.dtype).expand(shape)), -1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), mask
 
 
 def _masked(positions: torch.Tensor, own: torch.Tensor, window: int | None) -> torch.Tensor:

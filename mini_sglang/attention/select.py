@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mini_sglang.attention.alternating import alternating
 from mini_sglang.attention.base import AttentionBackend, DecodeGraphBackend, PrefillGraphBackend
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
 from mini_sglang.kernels.interface import FP8
 
-_SLIDING_BACKENDS = ("reference", "cpu", "triton")
+_OWN_BACKENDS = ("reference", "cpu", "triton")  # which know sliding windows and attention sinks
 GRAPH_BACKENDS = ("triton", "flash_attn")  # CUDA graphs can capture decode steps: they read lengths on the device
 
 
@@ -53,13 +54,29 @@ def make_backends(
     max_rows: int,
     deterministic: bool = False,
     window: int | None = None,
+    full_layers: frozenset[int] = frozenset(),
+    sinks: bool = False,
 ) -> Backends:
     """The backends over `pool` that a resolved `attention_backend`, NAME or PREFILL,DECODE, stands for.
 
     `dtype` is that of queries, `max_rows` the most rows of a step; with `window` a token sees the last `window`
-    positions only, its own included. Raises ValueError if a backend cannot read the pool or apply the window.
+    positions only, its own included, but for the layers in `full_layers`. Raises ValueError if a backend cannot read
+    the pool, apply the window or, where the model has them, `sinks`.
     """
-    made = {name: _make(name, pool, num_heads, dtype, max_rows, deterministic, window) for name in names.split(",")}
+
+    def make(name: str) -> AttentionBackend:
+        if sinks and name not in _OWN_BACKENDS:
+            raise ValueError(
+                f"attention_backend={name} does not support the model's attention sinks; "
+                f"choose {' or '.join(_OWN_BACKENDS)}"
+            )
+        backend = _make(name, pool, num_heads, dtype, max_rows, deterministic, window)
+        if window is None or not full_layers:
+            return backend
+        full = _make(name, pool, num_heads, dtype, max_rows, deterministic, None)
+        return alternating(backend, full, full_layers)
+
+    made = {name: make(name) for name in names.split(",")}
     prefill, decode = names.split(",")[0], names.split(",")[-1]
     return Backends(made[prefill], made[decode])
 
@@ -73,10 +90,10 @@ def _make(
     deterministic: bool,
     window: int | None,
 ) -> AttentionBackend:
-    if window is not None and name not in _SLIDING_BACKENDS:
+    if window is not None and name not in _OWN_BACKENDS:
         raise ValueError(
             f"attention_backend={name} does not support the model's sliding window of {window} tokens; "
-            f"choose {' or '.join(_SLIDING_BACKENDS)}"
+            f"choose {' or '.join(_OWN_BACKENDS)}"
         )
     if name == "cpu":
         from mini_sglang.kernels.cpu.kernels import CpuKernels

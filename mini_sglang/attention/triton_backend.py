@@ -151,10 +151,10 @@ class TritonDecodePlan:
     def target(self, layer: int) -> KVCells:
         return self._backend.pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         pool = self._backend.pool
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._backend.decode.run(q, pool.key_cells[layer], pool.value_cells[layer], self._page_table, out)
+        self._backend.decode.run(q, pool.key_cells[layer], pool.value_cells[layer], self._page_table, out, sinks)
         return out
 
 
@@ -183,13 +183,13 @@ class TritonPlan:
     def target(self, layer: int) -> KVCells:
         return self._backend.pool.cells(layer, self._cells)
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attend q [T, heads, head_dim] to what the pool holds, the step's own tokens included -> the same shape"""
         pool = self._backend.pool
         keys, values = pool.key_cells[layer], pool.value_cells[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decodes:
-            self._backend.decode.run(q, keys, values, self._page_table, out)
+            self._backend.decode.run(q, keys, values, self._page_table, out, sinks)
         if self._tiles is not None:
             paged_prefill(
                 q,
@@ -204,5 +204,6 @@ class TritonPlan:
                 page_size=pool.page_size,
                 tuning=self._tuning,
                 window=self._backend.window,
+                sinks=sinks,
             )
         return out

@@ -148,6 +148,8 @@ class Worker:
             max_rows=max_rows,
             deterministic=config.deterministic,
             window=self.model_config.sliding_window,
+            full_layers=self.model_config.full_attention_layers,
+            sinks=self.model_config.attention_sinks,
         )
         table = RequestTable(max_rows, config.context_length, config.page_size, self._device, idle_page=num_pages)
         if self._device.type == "cpu":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from mini_sglang.kernels.interface import Residual, Rotation
 from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.layers.linear import Linear
@@ -12,7 +14,7 @@ from mini_sglang.layers.placement import Placement
 from mini_sglang.layers.qk_norm import WholeNorms
 from mini_sglang.layers.rotary import RotaryTable
 from mini_sglang.model_config import ModelConfig
-from mini_sglang.weights.tensor import WeightSlot
+from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
 
 
 class Attention:
@@ -40,6 +42,10 @@ class Attention:
         out = {"o_proj": config.hidden_size}
         self._qkv = Linear(config.hidden_size, parts, placement, bias=config.attention_bias, norms=norms)
         self._out = Linear(q_size, out, placement, bias=config.attention_output_bias, summed=True, norms=norms)
+        self._sinks: torch.Tensor | None = None
+        if config.attention_sinks:
+            self._sinks = torch.empty(heads.queries.size, dtype=torch.float32, device=placement.device)
+        self._queries = heads.queries
         self._whole_norms = WholeNorms(config, placement) if qk_norm == "whole" else None
         of_heads = qk_norm == "heads"
         self._q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if of_heads else None
@@ -54,16 +60,22 @@ class Attention:
             qkv = self._whole_norms(qkv)
         rotation, target = Rotation(*self._rotary, step.positions), step.plan.target(self._layer)
         q = self._kernels.rope_store(qkv, rotation, target, q_norm, k_norm, self._eps)
-        attended = step.plan.attend(q, self._layer).flatten(1)
+        attended = step.plan.attend(q, self._layer, self._sinks).flatten(1)
         if self._is_last and step.logits_indices is not None:
             x, attended = x[step.logits_indices], attended[step.logits_indices]
         return self._out.add_to(x, attended)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._qkv.weight_slots(prefix) | self._out.weight_slots(prefix)
+        if self._sinks is not None:
+            slots[f"{prefix}.sinks"] = WeightSlot((self._queries.full,), self._load_sinks)
         if self._whole_norms is not None:
             slots |= self._whole_norms.weight_slots(prefix)
         if self._q_norm is not None and self._k_norm is not None:
             slots[f"{prefix}.q_norm.weight"] = self._q_norm.weight_slot()
             slots[f"{prefix}.k_norm.weight"] = self._k_norm.weight_slot()
         return slots
+
+    def _load_sinks(self, tensor: CheckpointTensor) -> None:
+        assert self._sinks is not None
+        tensor.copy_to(self._sinks, self._queries)

@@ -108,9 +108,13 @@ class Steps:
         kv_heads: int,
         head_dim: int,
         window: int | None = None,
+        full_layers: frozenset[int] = frozenset(),
+        sinks: bool = False,
     ) -> None:
         """`rows` are (start, count) of the first step; there is room for one token more in each."""
-        self.subject, self.heads, self.page_size, self.window = subject, heads, page_size, window
+        self.subject, self.heads, self.page_size = subject, heads, page_size
+        self.window = None if LAYER in full_layers else window
+        self.sinks = torch.randn(heads) * 2 if sinks else None
         self.device = torch.device(subject.device)
         lengths = [start + count + 1 for start, count in rows]
         pages = [-(-length // page_size) for length in lengths]
@@ -131,7 +135,14 @@ class Steps:
             self.table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
         self.kv = [torch.randn(2, length, kv_heads, head_dim).to(subject.dtype) for length in lengths]
         self.backends: Backends = make_backends(
-            subject.names, self.pool, num_heads=heads, dtype=subject.dtype, max_rows=len(rows), window=window
+            subject.names,
+            self.pool,
+            num_heads=heads,
+            dtype=subject.dtype,
+            max_rows=len(rows),
+            window=window,
+            full_layers=full_layers,
+            sinks=sinks,
         )
         for row, (start, _) in enumerate(rows):
             prefix = self.kv[row][:, :start].to(self.device)
@@ -154,26 +165,32 @@ class Steps:
         new = torch.cat([self.kv[row][:, start : start + count] for row, (start, count) in enumerate(rows)], 1)
         q = torch.randn(new.shape[1], self.heads, new.shape[3]).to(self.subject.dtype)
         plan.target(LAYER).store(*new.to(self.device).unbind())
-        out = plan.attend(q.to(self.device), LAYER)
+        out = plan.attend(q.to(self.device), LAYER, None if self.sinks is None else self.sinks.to(self.device))
         assert out.dtype == self.subject.dtype
         first, expected = 0, []
         for row, (start, count) in enumerate(rows):
             k, v = self.kv[row][:, : start + count].to(self.subject.kv_dtype).double().unbind()
-            expected.append(exact_attention(q[first : first + count].double(), k, v, self.window))
+            expected.append(exact_attention(q[first : first + count].double(), k, v, self.window, self.sinks))
             first += count
         wanted = torch.cat(expected)
         difference = (out.cpu().double() - wanted).norm() / wanted.norm()
         assert difference < TOLERANCE[self.subject.dtype], f"relative error {difference:.2e}"
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """q [count, heads, d] of the last `count` positions; k, v [length, kv_heads, d] -> like q; all float64"""
     group, hidden_from = q.shape[1] // k.shape[1], len(k) - len(q)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("thd,nhd->htn", q, k) / q.shape[2] ** 0.5
     behind = torch.arange(hidden_from, len(k)).unsqueeze(1) - torch.arange(len(k))
     hidden = (behind < 0) | (behind >= (window or len(k)))
-    return torch.einsum("htn,nhd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+    weights = scores.masked_fill(hidden, float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.double().exp().view(-1, 1, 1)
+    return torch.einsum("htn,nhd->thd", weights / total, v)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=subject_id)
@@ -208,6 +225,41 @@ def test_a_window_hides_what_lies_before_it(subject: Subject, window: int) -> No
     steps = Steps(subject, rows, page_size=page_size, heads=6, kv_heads=2, head_dim=head_dim, window=window)
     for step in (rows, [(start + count, 1) for start, count in rows]):
         steps.attend(step, steps.plan(step))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=subject_id)
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("rows", ["mixed", "prompt", "decodes"])
+def test_sinks_take_their_share(subject: Subject, window: int | None, rows: str) -> None:
+    if not {"reference", "cpu", "triton"}.issuperset(subject.names.split(",")):
+        pytest.skip(f"{subject.names} has no sinks, and refuses them")
+    torch.manual_seed(0)
+    page_size, head_dim = subject.page_sizes[-1], subject.head_dims[0]
+    steps = Steps(
+        subject, ROWS[rows], page_size=page_size, heads=6, kv_heads=2, head_dim=head_dim, window=window, sinks=True
+    )
+    for step in (ROWS[rows], [(start + count, 1) for start, count in ROWS[rows]]):
+        steps.attend(step, steps.plan(step))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=subject_id)
+@pytest.mark.parametrize("full_layers", [{LAYER}, {LAYER + 1}], ids=["its own", "another"])
+def test_some_layers_may_see_all_positions_beside_a_window(subject: Subject, full_layers: set[int]) -> None:
+    if not {"reference", "cpu", "triton"}.issuperset(subject.names.split(",")):
+        pytest.skip(f"{subject.names} keeps to no window, and refuses it")
+    torch.manual_seed(0)
+    rows = ROWS["mixed"]
+    page_size, head_dim, full = subject.page_sizes[0], subject.head_dims[0], frozenset(full_layers)
+    steps = Steps(
+        subject, rows, page_size=page_size, heads=6, kv_heads=2, head_dim=head_dim, window=4, full_layers=full
+    )
+    decodes = [(start + count, 1) for start, count in rows]
+    for step in (rows, decodes):
+        steps.attend(step, steps.plan(step))
+    backend = steps.backends.decode
+    if isinstance(backend, DecodeGraphBackend):
+        lengths = torch.tensor([start + 1 for start, _ in decodes], dtype=torch.int32, device=steps.device)
+        steps.attend(decodes, backend.plan_decode(steps.table.to(steps.device), steps.cells(decodes), lengths))
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=subject_id)

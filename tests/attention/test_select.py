@@ -85,3 +85,11 @@ def test_a_sliding_window_is_refused_where_it_would_be_ignored(names: str) -> No
     pool = KVPool(**sizes, dtype=BF16, device=CPU)
     with pytest.raises(ValueError, match="does not support the model's sliding window of 24 tokens; choose"):
         make_backends(names, pool, num_heads=1, dtype=BF16, max_rows=1, window=24)
+
+
+@pytest.mark.parametrize("names", ["flashinfer", "triton,flash_attn"])
+def test_attention_sinks_are_refused_where_they_would_be_ignored(names: str) -> None:
+    sizes = {"num_layers": 1, "num_pages": 1, "page_size": 1, "num_kv_heads": 1, "head_dim": 16}
+    pool = KVPool(**sizes, dtype=BF16, device=CPU)
+    with pytest.raises(ValueError, match="does not support the model's attention sinks; choose reference or cpu or"):
+        make_backends(names, pool, num_heads=1, dtype=BF16, max_rows=1, sinks=True)

@@ -126,9 +126,11 @@ def compiled_for(element: Any) -> Compiled:
 
     @_compile
     def attend(data):
-        numbers = carray(data, (16,), np.int64)
+        numbers = carray(data, (17,), np.int64)
         _, q_at, keys_at, values_at, page_table_at, blocks_at, out_at = numbers[:7]
-        num_blocks, most_queries, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:]
+        num_blocks, most_queries, num_heads, kv_heads, size, num_cells, page_size, table_width, window = numbers[7:16]
+        sinks_at = numbers[16]
+        sinks = carray(pointer(sinks_at), (num_heads,), np.float32)
         group = num_heads // kv_heads
         keys = carray(pointer(keys_at), (num_cells, kv_heads, size), element)
         values = carray(pointer(values_at), (num_cells, kv_heads, size), element)
@@ -158,7 +160,8 @@ def compiled_for(element: Any) -> Compiled:
                     _dots(query[index].ctypes.data, key, size, stride, until - at, scores[index, at:].ctypes.data, like)
             for index in range(count * group):
                 end = start + index // group + 1
-                _softmax(scores[index, max(0, end - window) if window else 0 : end])
+                sink = sinks[kv_head * group + index % group] if sinks_at else np.float32(-np.inf)
+                _softmax(scores[index, max(0, end - window) if window else 0 : end], sink)
             for page in pages:
                 begin, cell = page * page_size, page_table[page] * page_size
                 for index in range(count * group):
@@ -251,9 +254,10 @@ def _add_weighted(
 
 
 @njit(inline="always")
-def _softmax(scores):
-    best = _largest(scores.ctypes.data, scores.size)
-    total = np.float32(0)
+def _softmax(scores, sink):
+    """With a score of no position besides, -inf for none."""
+    best = max(_largest(scores.ctypes.data, scores.size), sink)
+    total = exp(sink - best) if sink > -np.inf else np.float32(0)
     for i in range(scores.size):
         scores[i] = exp(scores[i] - best)
         total += scores[i]

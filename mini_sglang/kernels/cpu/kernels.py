@@ -148,12 +148,14 @@ class CpuKernels:
         blocks: torch.Tensor,
         page_size: int,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend tokens of several rows causally. q [T, heads, head_dim] contiguous -> the same shape.
 
         keys and values [cells, kv_heads, head_dim] contiguous; page_table [R, pages] int64 contiguous; blocks [B, 4]
         int64: row, first token in q, number of tokens (at most `max_queries`), its position. With `window` a
-        token sees only the last `window` positions, its own included. A token's result does not depend on its block.
+        token sees only the last `window` positions, its own included. `sinks` [heads] float32 are scores of no
+        position, which take their share of each head's softmax. A token's result does not depend on its block.
         """
         out = torch.empty_like(q)
         _, num_heads, size = q.shape
@@ -161,7 +163,7 @@ class CpuKernels:
             *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), page_table.data_ptr(), blocks.data_ptr()),
             out.data_ptr(),
             *(blocks.shape[0], self.max_queries, num_heads, keys.shape[1], size, keys.shape[0], page_size),
-            *(page_table.shape[1], window or 0),
+            *(page_table.shape[1], window or 0, 0 if sinks is None else sinks.data_ptr()),
         )
         return out
 

@@ -39,6 +39,7 @@ from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_trigger, pdl_wait, pd
 _FIELDS = 8  # int32 per item: row, token, begin, end, split, splits, length (of its first token), unused
 _FEW_ROWS = 16  # planned by a smaller kernel; one for each number of rows would take seconds to compile
 _MIN_SPLIT = 32  # tokens; shorter splits are not worth their merge
+LOG2_E = tl.constexpr(math.log2(math.e))
 _WARPS_PER_SM = 8  # that fit into the registers of one multiprocessor
 
 
@@ -174,12 +175,19 @@ class PagedDecode:
         self._planned = items, num_items, len(tiles)
 
     def run(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        page_table: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attend as planned; `out` keeps what it holds for tokens of other rows.
 
         q [T, heads, head_dim], only its first dimension may be strided; keys, values [num_cells, kv_heads, head_dim];
-        page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype.
+        page_table [rows, max pages] int32 or int64; out [T, heads, head_dim] contiguous, of q's dtype;
+        sinks [heads] float32: scores of no position, which take their share of each head's softmax.
         """
         check_operands(q, keys, values, out)
         group = self._num_heads // self._num_kv_heads
@@ -194,6 +202,7 @@ class PagedDecode:
             self._splits_done,
             self._partial,
             self._partial_lse,
+            sinks,
             out,
             q.stride(0),
             page_table.stride(0),
@@ -227,6 +236,7 @@ def paged_decode_reference(
     *,
     page_size: int,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The twin of `PagedDecode.plan` and `run`, in float64, row by row."""
     group = q.shape[1] // keys.shape[1]
@@ -239,7 +249,15 @@ def paged_decode_reference(
         v = values[cells].double().repeat_interleave(group, 1)
         token = int(q_starts[row])
         scores = torch.einsum("hd,nhd->hn", q[token].double(), k) / math.sqrt(q.shape[2])
-        out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v).to(out.dtype)
+        out[token] = torch.einsum("hn,nhd->hd", softmax_with_sinks(scores, sinks), v).to(out.dtype)
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """scores [heads, ..., n], with those of `sinks` [heads] beside them if there are any -> weights [heads, ..., n]"""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def softmax_scale_log2(head_dim: int) -> float:
@@ -390,6 +408,7 @@ def _decode_kernel(
     splits_done,
     partial,
     partial_lse,
+    sinks,
     out,
     q_stride,
     table_stride,
@@ -438,7 +457,16 @@ def _decode_kernel(
         first_head = kv_head * (GROUP * HEAD_DIM)
         q_places = token_place * q_stride + first_head + in_q[:, None] + dims[None, :]
         q_tile = tl.load(q + q_places, mask=q_mask, other=0.0)
+        highest = tl.full([16], float("-inf"), tl.float32)
+        total_weight = tl.zeros([16], tl.float32)
+        if sinks is not None:  # noqa: SIM102  (known when compiled, the other is not)
+            if split == 0:  # once for each row
+                head = kv_head * GROUP + heads % GROUP
+                highest = tl.load(sinks + head) * LOG2_E
+                total_weight += 1.0
         acc, total_weight, highest = _attend(
+            highest,
+            total_weight,
             q_tile,
             keys + kv_head * HEAD_DIM,
             values + kv_head * HEAD_DIM,
@@ -491,6 +519,8 @@ def _decode_kernel(
 
 @triton.jit
 def _attend(
+    highest,
+    total_weight,
     q_tile,
     keys,
     values,
@@ -508,14 +538,14 @@ def _attend(
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Online softmax over positions [begin, end) -> (sum of weighted values, sum of weights, highest score)
+    """Begin an online softmax over positions [begin, end) -> (sum of weighted values, sum of weights, highest score)
+
+    `highest` and `total_weight`: of what has a share of it without being a position.
 
     `lengths`: how many positions the row's query sees, or with several TOKENS each tile row's. A block of positions
     that a tile row cannot see leaves its sums unchanged: the highest score stays, its decay is 1, and 0 is added.
     """
     dims = tl.arange(0, DIM_PAD)
-    highest = tl.full([16], float("-inf"), tl.float32)
-    total_weight = tl.zeros([16], tl.float32)
     acc = tl.zeros([16, DIM_PAD], tl.float32)
     # page ids are loaded one tile ahead, so that the loads of K and V depend on no load of their own iteration
     page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK)

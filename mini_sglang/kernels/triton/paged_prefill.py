@@ -23,7 +23,14 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_sglang.kernels.triton.paged_decode import check_heads, check_operands, pages_of, softmax_scale_log2
+from mini_sglang.kernels.triton.paged_decode import (
+    LOG2_E,
+    check_heads,
+    check_operands,
+    pages_of,
+    softmax_scale_log2,
+    softmax_with_sinks,
+)
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 
 
@@ -105,6 +112,7 @@ def paged_prefill(
     page_size: int,
     tuning: PrefillTuning,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend causally from every token of the rows that have `tiles`; other tokens stay unchanged in `out`.
 
@@ -112,7 +120,7 @@ def paged_prefill(
     page_table [rows, max pages] int32 or int64; starts, counts, q_starts [rows] int32: the position of a row's first
     token, its number of tokens, and the index of the first one in q and out; tiles [n] int64, made with the same
     tuning; out [T, heads, head_dim] contiguous, of q's dtype. With `window`, a query sees the last `window` positions
-    only, its own included.
+    only, its own included. `sinks` [heads] float32 are scores of no position, which take their share of the softmax.
     """
     check_operands(q, keys, values, out)
     num_heads, num_kv_heads, head_dim = q.shape[1], keys.shape[1], q.shape[2]
@@ -126,6 +134,7 @@ def paged_prefill(
         counts,
         q_starts,
         tiles,
+        sinks,
         out,
         q.stride(0),
         page_table.stride(0),
@@ -156,6 +165,7 @@ def paged_prefill_reference(
     *,
     page_size: int,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The twin of `paged_prefill`, in float64, row by row; rows of count 0 stay as they are."""
     group = q.shape[1] // keys.shape[1]
@@ -170,7 +180,7 @@ def paged_prefill_reference(
         masked = positions > queries
         if window:
             masked |= positions <= queries - window
-        weights = scores.masked_fill(masked, float("-inf")).softmax(-1)
+        weights = softmax_with_sinks(scores.masked_fill(masked, float("-inf")), sinks)
         out[span] = torch.einsum("htn,nhd->thd", weights, v).to(out.dtype)
 
 
@@ -184,6 +194,7 @@ def _prefill_kernel(
     counts,
     q_starts,
     tiles,
+    sinks,
     out,
     q_stride,
     table_stride,
@@ -229,6 +240,9 @@ def _prefill_kernel(
         unmasked = begin
     highest = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
     total_weight = tl.zeros([BLOCK_QUERIES], tl.float32)
+    if sinks is not None:
+        highest = tl.load(sinks + kv_head * GROUP + queries % GROUP) * LOG2_E
+        total_weight += 1.0
     acc = tl.zeros([BLOCK_QUERIES, DIM_PAD], tl.float32)
     pages = page_table + row.to(tl.int64) * table_stride
     k_head = keys + kv_head * HEAD_DIM
