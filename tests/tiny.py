@@ -66,7 +66,7 @@ _TRAINING_TEXT = [
     "def add(a, b):\n    return a + b\n",
     "Numbers 0123456789, punctuation .,;:!? and emoji 🙂 中文 café.",
 ] * 4
-ROPE_SCALINGS: dict[str, dict[str, str | float]] = {
+ROPE_SCALINGS: dict[str, dict[str, str | float | bool]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
         "rope_type": "llama3",
@@ -76,6 +76,12 @@ ROPE_SCALINGS: dict[str, dict[str, str | float]] = {
         "original_max_position_embeddings": 64,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn, not truncated": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
 }
 _GGUF_FAMILIES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}  # as llama.cpp calls them
 _INTERLEAVED = {"llama", "smollm3"}  # of llama.cpp's families: those whose converter reorders the rows of q and k
@@ -352,7 +358,7 @@ def make_model(family: str, *, seed: int = 0, rope: str | None = None, **config:
     ).eval()
     with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide mistakes
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith(("bias", ".sinks")):
                 parameter.normal_(0.0, 0.2)
             elif name.endswith("norm.weight"):
                 parameter.normal_(1.0, 0.2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mini_sglang.weights.chunks import computed_tensor
-from mini_sglang.weights.experts import name_experts
+from mini_sglang.weights.experts import name_experts, split_gpt_oss
 from mini_sglang.weights.hf_config import read_quantization
 from mini_sglang.weights.quantization_config import Layout, Quantization, Scheme
 from mini_sglang.weights.quantized_weight import QuantizedWeight
@@ -37,6 +37,9 @@ _PASSED_OVER = frozenset(
     }
 )
 
+# 2 * what a sign, 2 bits of exponent and 1 of mantissa stand for
+_TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+
 Shape = tuple[int, ...]
 
 
@@ -47,7 +50,7 @@ def open_folder(folder: Path, names: Container[str]) -> dict[str, CheckpointTens
     left out where there is none. Raises WeightsError for files and dtypes that cannot be read, and one that lists the
     quantised matrices whose tensors do not fit their scheme.
     """
-    tensors, quantization = open_safetensors(folder), read_quantization(folder)
+    tensors, quantization = split_gpt_oss(open_safetensors(folder)), read_quantization(folder)
     if quantization is not None:
         tensors = _dequantised(tensors, quantization, names, folder)
     refused = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors.values() if tensor.dtype not in _FLOATS]
@@ -213,11 +216,18 @@ def _expected_awq(scheme: Scheme, part: Part) -> Expected:
     return (out, columns), {"qzeros": [(groups, words)], "scales": [(groups, out)]}
 
 
+def _expected_mxfp4(scheme: Scheme, part: Part) -> Expected:
+    out, octets = _two_sizes(part("weight_packed", {"U8"}))
+    part("weight_scale", {"U8", "F8_E8M0"})
+    return (out, 2 * octets), {"weight_scale": [_grid(scheme, out, 2 * octets)]}
+
+
 _EXPECTED: Mapping[Layout, Callable[[Scheme, Part], Expected]] = {
     Layout.SCALED: _expected_scaled,
     Layout.PACKED: _expected_packed,
     Layout.GPTQ: _expected_gptq,
     Layout.AWQ: _expected_awq,
+    Layout.MXFP4: _expected_mxfp4,
 }
 # What else may stand beside a matrix, and says nothing when the scheme does not ask for it.
 _UNUSED: Mapping[Layout, tuple[str, ...]] = {
@@ -225,6 +235,7 @@ _UNUSED: Mapping[Layout, tuple[str, ...]] = {
     Layout.PACKED: ("weight_g_idx", "weight_zero_point"),
     Layout.GPTQ: ("g_idx",),
     Layout.AWQ: (),
+    Layout.MXFP4: (),
 }
 
 
@@ -354,6 +365,13 @@ def _in_awq_order(values: torch.Tensor) -> torch.Tensor:
     return values.view(values.shape[0], -1, 8)[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
 
 
+def _unpacked_mxfp4(scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> Unpacked:
+    """Twice the numbers are integers, and half the scales powers of two: so bytes hold both exactly."""
+    halves = parts["weight_packed"].flatten(1)
+    q = _TWICE_E2M1[torch.stack((halves & 0x0F, halves >> 4), -1).flatten(1).int()]
+    return q, parts["weight_scale"].view(torch.float8_e8m0fnu).float() / 2, 0.0, None
+
+
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """[rows, n] int32 → the integers of 4 or 8 bits in each word, lowest first, [rows, n * 32 / bits] uint8"""
     octets = words.contiguous().view(torch.uint8)
@@ -365,4 +383,5 @@ _UNPACKED: Mapping[Layout, Callable[[Scheme, Mapping[str, torch.Tensor], tuple[i
     Layout.PACKED: _unpacked_packed,
     Layout.GPTQ: _unpacked_gptq,
     Layout.AWQ: _unpacked_awq,
+    Layout.MXFP4: _unpacked_mxfp4,
 }

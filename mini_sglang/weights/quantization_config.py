@@ -24,6 +24,7 @@ class Layout(Enum):
     PACKED = "packed"  # compressed-tensors' int32 words along the inputs, and scales
     AWQ = "awq"  # AutoAWQ's "gemm": int32 words along the outputs
     GPTQ = "gptq"  # int32 words along the inputs, zeros along the outputs
+    MXFP4 = "mxfp4"  # two e2m1 in a byte, and exponents of two for groups of 32 inputs (OCP Microscaling Formats 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,13 @@ def _read_gptq(stated: Mapping[str, Any]) -> Quantization:
     return Quantization("gptq", ((_ANY_MODULE, scheme),), _within(_strings(stated, "modules_to_not_convert")))
 
 
+def _read_mxfp4(stated: Mapping[str, Any]) -> Quantization:
+    """gpt-oss's: the experts' matrices alone are quantised; modules left alone may be named with a * for the layer."""
+    named = _strings(stated, "modules_to_not_convert")
+    ignored = tuple(re.compile(rf"(.*\.)?{re.escape(name).replace(_STAR, '[^.]*')}(\..*)?") for name in named)
+    return Quantization("mxfp4", ((_ANY_MODULE, _MXFP4),), ignored)
+
+
 def _read_compressed_tensors(stated: Mapping[str, Any]) -> Quantization:
     """Groups of modules, each with its scheme. A module named or matched by a pattern comes before a class of modules.
 
@@ -151,6 +159,11 @@ def _compressed_scheme(group: Mapping[str, Any], layout: object) -> Scheme:
     if not isinstance(weights, Mapping):
         raise ValueError(f"weights must be a mapping, got {shorten(weights)}")
     weights = {key: value for key, value in weights.items() if value is not None}
+    if layout == "mxfp4-pack-quantized":
+        _expect(weights, "num_bits", {"4"}, "4")
+        _expect(weights, "type", {"float"}, "float")
+        _expect(weights, "group_size", {"32"}, "32")
+        return _MXFP4
     packed = layout == "pack-quantized"
     kind = _expect(weights, "type", {"int"} if packed else {"int", "float"}, "int")
     bits = int(_expect(weights, "num_bits", {"8"} if kind == "float" else {"4", "8"}, "8"))
@@ -187,9 +200,18 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
     "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
 }
 _GPTQ_FORMATS = {"gptq", "gptq_v2"}
-_COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_COMPRESSED_FORMATS = (
+    "float-quantized",
+    "int-quantized",
+    "mxfp4-pack-quantized",
+    "naive-quantized",
+    "pack-quantized",
+)
+_MXFP4 = Scheme(layout=Layout.MXFP4, bits=4, block=(1, 32), is_float=True)
+_STAR = re.escape("*")
 _STAYS_IN_ORDER, _REORDERS = {"none", "weight", "static", "false"}, {"group", "dynamic", "true"}
 
 

@@ -6,6 +6,7 @@ Nothing of the package is used: what is read of these files is checked against w
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,6 +262,55 @@ def awq(group: int) -> Format:
     return Format({**stated, "modules_to_not_convert": None}, quantize)
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; with bit 3 negative
+
+
+def e2m1(matrix: Floats) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+    """octets [rows, columns / 2], exponents of two for each 32 columns [rows, groups], and the dequantised matrix"""
+    codes, kept = np.zeros(matrix.shape, np.uint8), np.zeros_like(matrix)
+    exponents = np.zeros((matrix.shape[0], ceil(matrix.shape[1], 32)), np.uint8)
+    for i, j, down, along in blocks(matrix.shape, 1, 32):
+        largest = float(np.abs(matrix[down, along]).max())
+        exponent = math.floor(math.log2(largest)) - 2 if largest else 0
+        exponents[i, j] = exponent + 127
+        for column, value in enumerate(matrix[down, along][0], along.start):
+            scaled = abs(float(value)) / 2.0**exponent
+            code = min(range(8), key=lambda which: abs(E2M1[which] - scaled))
+            codes[i, column] = code + (8 if value < 0 else 0)
+            kept[i, column] = math.copysign(E2M1[code] * 2.0**exponent, value)
+    return torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4), torch.from_numpy(exponents), kept
+
+
+def compressed_mxfp4() -> Format:
+    def quantize(matrix: Floats) -> tuple[dict[str, torch.Tensor], Floats]:
+        octets, exponents, kept = e2m1(matrix)
+        return {"weight_packed": octets, "weight_scale": exponents}, kept
+
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, **_strategy("group", 32)}
+    return Format(compressed("mxfp4-pack-quantized", weights), quantize)
+
+
+def write_gpt_oss(checkpoints: Checkpoints, **config: Any) -> TinyCheckpoint:
+    """A random gpt-oss, its experts in MXFP4 as published."""
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, **config}
+    folder, dequantised = (checkpoints.write("gpt_oss", **settings).path for _ in range(2))
+    path = folder / "model.safetensors"
+    stored, values = load_file(path), load_file(path)
+    for name, tensor in list(stored.items()):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts = [e2m1(matrix.t().contiguous().numpy()) for matrix in tensor]
+        stored[f"{name}_blocks"] = torch.stack([octets.unflatten(1, (-1, 16)) for octets, _, _ in experts])
+        stored[f"{name}_scales"] = torch.stack([exponents for _, exponents, _ in experts])
+        values[name] = torch.stack([torch.from_numpy(kept).t() for _, _, kept in experts]).contiguous()
+        del stored[name]
+    save_file(stored, path)
+    save_file(values, dequantised / "model.safetensors", {"format": "pt"})
+    left_alone = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    add_config(folder, {"quant_method": "mxfp4", "modules_to_not_convert": left_alone})
+    return TinyCheckpoint(folder, AutoModelForCausalLM.from_pretrained(dequantised, dtype=torch.float32).eval())
+
+
 def gptq(
     group: int,
     *,
@@ -315,6 +365,7 @@ FORMATS: dict[str, Format] = {
     "pack-quantized, channel, asymmetric": compressed_packed("channel", symmetric=False),
     "pack-quantized, 8 bits": compressed_packed("channel", bits=8),
     "pack-quantized, groups of 32 in activation order": compressed_packed("group", 32, reordered=True),
+    "mxfp4-pack-quantized": compressed_mxfp4(),
     "awq, groups of 32": awq(32),
     "awq, groups of 64": awq(64),
     "awq, groups of 128": awq(128),

@@ -277,7 +277,6 @@ def test_a_checkpoint_of_quantised_activations_or_kv_cache_alone_is_read(checkpo
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
         ({"quant_method": "hqq"}, "quant_method 'hqq'"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt'"),
         ({"load_in_8bit": True}, "quant_method 'unknown'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
@@ -302,6 +301,7 @@ def test_a_checkpoint_of_quantised_activations_or_kv_cache_alone_is_read(checkpo
         (compressed("sparse-24-bitmask", {"num_bits": 8, "type": "float"}), "format 'sparse-24-bitmask'"),
         (compressed("dense", {"num_bits": 8, "type": "float"}), "format 'dense'"),
         (compressed("float-quantized", {"num_bits": 4, "type": "float"}), "num_bits 4"),
+        (compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}), "group_size 16"),
         (compressed("pack-quantized", {"num_bits": 3, "type": "int"}), "num_bits 3"),
         (compressed("pack-quantized", {"num_bits": 4, "type": "float"}), "type 'float'"),
         (compressed("int-quantized", {"strategy": "token"}), "strategy 'token'"),
