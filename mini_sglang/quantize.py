@@ -108,6 +108,8 @@ def quantize_model(
     """
     config = _read_config(source)
     architecture = load_model_config(source).architecture
+    if architecture == "gpt_oss":
+        raise ValueError(f"model {source.name!r}: quantising gpt_oss is not supported; it is published in MXFP4")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder")
     found = open_folder(source.path, names=())

@@ -32,6 +32,17 @@ CHECKPOINTS: dict[str, tuple[Callable[..., TinyCheckpoint], dict[str, Any]]] = {
         Checkpoints.write,
         {"family": "llama", "rope": "yarn", "attention_bias": True, "mlp_bias": True},
     ),
+    "gpt_oss, window, yarn rope": (
+        Checkpoints.write,
+        {
+            "family": "gpt_oss",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "sliding_window": 24,
+            "rope": "yarn, not truncated",
+        },
+    ),
     "llama gguf": (Checkpoints.write_gguf, {"family": "llama"}),
     "llama gguf Q4_1": (Checkpoints.write_gguf, {"family": "llama", "kind": "Q4_1"}),
     "qwen2": (Checkpoints.write, {"family": "qwen2", "sharded": True}),
@@ -136,7 +147,7 @@ def test_every_architecture_however_the_work_is_cut_up(checkpoint: TinyCheckpoin
     check("longest prefix first", schedule="lpm", max_running_requests=4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe, a dense layer, normalised", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt_oss, window, yarn rope", "qwen3_moe, a dense layer, normalised", "mixtral"])
 def test_mixtures_with_any_number_of_rows_in_a_step(name: str, checkpoints: Checkpoints) -> None:
     write, arguments = CHECKPOINTS[name]
     checkpoint = write(checkpoints, **arguments)

@@ -251,6 +251,13 @@ def test_a_quantised_model_is_refused(checkpoints: Checkpoints, tmp_path: Path) 
     assert not (tmp_path / "twice").exists()
 
 
+def test_gpt_oss_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Others would not find its experts under the names that they have here."""
+    source = checkpoints.write("gpt_oss", num_local_experts=4, num_experts_per_tok=2).source
+    with pytest.raises(ValueError, match="quantising gpt_oss is not supported"):
+        quantize_model(source, tmp_path / "out", "fp8")
+
+
 @pytest.mark.parametrize("to", EVERY)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_weight_that_is_no_number_is_refused(

@@ -100,6 +100,24 @@ class Matrix(Protocol):
         ...
 
 
+class Clamp(NamedTuple):
+    """The gate of gpt-oss: min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (up + 1), up within ±limit."""
+
+    alpha: float
+    limit: float
+
+
+class ExpertVariant(NamedTuple):
+    """How experts differ from two matrices each and silu(gate) * up."""
+
+    gate_up_bias: torch.Tensor | None = None  # [experts, 2 n]
+    down_bias: torch.Tensor | None = None  # [experts, hidden]
+    clamp: Clamp | None = None
+
+
+PLAIN_EXPERTS = ExpertVariant()
+
+
 class Experts(Protocol):
     """The gated MLPs of a mixture of experts, laid out for a device. T tokens, k experts for each."""
 
@@ -123,11 +141,13 @@ class Kernels(Protocol):
         """Lay out a weight as it is stored; None if there is no kernel for it, and it has to be dequantised."""
         ...
 
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor, variant: ExpertVariant = PLAIN_EXPERTS) -> Experts:
         """Lay out gate_up [experts, 2 n, hidden], gate above up, and down [experts, hidden, n]."""
         ...
 
-    def quantized_experts(self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> Experts | None:
+    def quantized_experts(
+        self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int, variant: ExpertVariant = PLAIN_EXPERTS
+    ) -> Experts | None:
         """Lay out the same of `number` experts as it is stored, the rows of one expert below those of another.
 
         None if there is no kernel for it, and it has to be dequantised.

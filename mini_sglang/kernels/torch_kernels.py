@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from mini_sglang.kernels.cpu.linear import CpuMatrix
-from mini_sglang.kernels.interface import Experts, Kernels, KVCells, Matrix, Norm, Residual, Rotation
+from mini_sglang.kernels.interface import (
+    PLAIN_EXPERTS,
+    Experts,
+    ExpertVariant,
+    Kernels,
+    KVCells,
+    Matrix,
+    Norm,
+    Residual,
+    Rotation,
+)
+from mini_sglang.kernels.torch_experts import TorchExperts, each_bias
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 
@@ -24,10 +35,14 @@ class TorchKernels:
     def quantized_matrix(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Matrix | None:
         return None
 
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
-        return dense_experts(self, gate_up, down)
+    def experts(
+        self, gate_up: torch.Tensor, down: torch.Tensor, variant: ExpertVariant = PLAIN_EXPERTS
+    ) -> TorchExperts:
+        return dense_experts(self, gate_up, down, variant)
 
-    def quantized_experts(self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> Experts | None:
+    def quantized_experts(
+        self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int, variant: ExpertVariant = PLAIN_EXPERTS
+    ) -> Experts | None:
         return None
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,27 +112,11 @@ class TorchMatrix:
         return Residual(residual.addmm_(x, self.weight.t()))  # multiplies and adds in one kernel
 
 
-class TorchExperts:
-    """`Experts` of any `Matrix`: two matrix products for each expert that a token chose.
-
-    A token's experts are added up in the order of its ids, whatever other tokens there are. The host reads how many
-    tokens each expert has, so this cannot be captured in a CUDA graph.
-    """
-
-    def __init__(self, gate_up: Sequence[Matrix], down: Sequence[Matrix]) -> None:
-        self._gate_up, self._down = gate_up, down  # one of each for each expert
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        flat, per_token = ids.flatten(), ids.shape[1]
-        outputs = x.new_empty(len(flat), x.shape[1])
-        by_expert = flat.argsort(stable=True).split(flat.bincount(minlength=len(self._down)).tolist())
-        for gate_up, down, places in zip(self._gate_up, self._down, by_expert, strict=True):
-            if len(places):  # indices into `flat` where tokens chose this expert
-                outputs[places] = down.matmul(gate_up.gated(x[places // per_token], None))
-        combined = (outputs.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)  # float32
-        return residual + combined.to(residual.dtype)
-
-
-def dense_experts(kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
+def dense_experts(
+    kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor, variant: ExpertVariant = PLAIN_EXPERTS
+) -> TorchExperts:
     """gate_up [experts, 2 n, hidden], down [experts, hidden, n], with the gate of `kernels`"""
-    return TorchExperts(*([TorchMatrix(kernels, weight, None) for weight in matrices] for matrices in (gate_up, down)))
+    matrix = partial(TorchMatrix, kernels)
+    gate_ups = list(map(matrix, gate_up, each_bias(variant.gate_up_bias)))
+    downs = list(map(matrix, down, each_bias(variant.down_bias)))
+    return TorchExperts(gate_ups, downs, variant.clamp)

@@ -9,7 +9,6 @@ them. Each rank loads its shards of the parts alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -17,7 +16,7 @@ from mini_sglang.kernels.interface import Matrix, Norm, Residual
 from mini_sglang.layers.norm import NO_NORMS, BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import Shard, whole
-from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
+from mini_sglang.weights.tensor import WeightSlot
 
 
 class Linear:
@@ -44,15 +43,11 @@ class Linear:
         quantized: bool = True,
     ) -> None:
         shards = {name: _as_shard(rows) for name, rows in parts.items()}
-        self._arriving = placement.arriving(shards, _as_shard(in_features), quantized=quantized)
+        self._arriving = placement.arriving(shards, _as_shard(in_features), bias=bias, quantized=quantized)
         self.in_features, self.out_features = self._arriving.inputs.size, self._arriving.out_features
         self._placement = placement
         self._summed = summed
         self._norms, self._prefetched = norms, prefetched
-        self._bias: torch.Tensor | None = None
-        if bias:
-            self._bias = torch.empty(self.out_features, dtype=placement.dtype, device=placement.device)
-        self._missing_biases = set(parts) if bias else set()
         self._laid_out: Matrix | None = None
 
     def __call__(self, residual: Residual, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -89,40 +84,20 @@ class Linear:
 
     @property
     def _matrix(self) -> Matrix:
-        assert self._laid_out is not None, f"never arrived: {self._arriving.missing}, biases {self._missing_biases}"
+        assert self._laid_out is not None, f"weights that never arrived: {sorted(self._arriving.missing)}"
         return self._laid_out
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors that fill this layer; `prefix` is the path of the module that holds the parts."""
-        slots: dict[str, WeightSlot] = {}
-        for name, rows in self._arriving.parts.items():
-            path = f"{prefix}.{name}" if prefix else name
-            shape = (rows.full, self._arriving.inputs.full)
-            slots[f"{path}.weight"] = WeightSlot(shape, partial(self._load_weight, name))
-            if self._bias is not None:
-                slots[f"{path}.bias"] = WeightSlot((rows.full,), partial(self._load_bias, name))
-        return slots
-
-    def _load_weight(self, name: str, tensor: CheckpointTensor) -> None:
-        self._arriving.load(name, tensor)
-        self._lay_out()
-
-    def _load_bias(self, name: str, tensor: CheckpointTensor) -> None:
-        assert self._bias is not None
-        tensor.copy_to(self._bias[self._arriving.spans[name]], self._arriving.parts[name])
-        self._missing_biases.discard(name)
-        self._lay_out()
+        return self._arriving.slots(prefix, self._lay_out)
 
     def _lay_out(self) -> None:
-        """Give the matrix to the kernels, once the last part is there."""
-        if self._arriving.missing or self._missing_biases:
-            return
+        kernels, bias, stored = self._placement.kernels, self._arriving.bias, self._arriving.stored()
         if self._summed and self._placement.parallel.rank > 0:
-            self._bias = None  # added once, by the first rank
-        kernels, stored = self._placement.kernels, self._arriving.stored()
-        self._laid_out = None if stored is None else kernels.quantized_matrix(stored, self._bias)
+            bias = None  # added once, by the first rank
+        self._laid_out = None if stored is None else kernels.quantized_matrix(stored, bias)
         if self._laid_out is None:
-            self._laid_out = kernels.matrix(self._arriving.dense(), self._bias)
+            self._laid_out = kernels.matrix(self._arriving.dense(), bias)
         self._arriving.release()
 
 

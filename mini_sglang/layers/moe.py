@@ -6,22 +6,22 @@ Every token reaches all experts chosen for it: there is no capacity, so none is 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from mini_sglang.kernels.interface import Experts, Residual
+from mini_sglang.kernels.interface import Clamp, Experts, ExpertVariant, Residual
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.norm import BlockNorms
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ModelConfig
 from mini_sglang.parallel.sharding import whole
-from mini_sglang.weights.arriving_matrix import ArrivingMatrix
-from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
+from mini_sglang.weights.tensor import WeightSlot
 
 
 class MixtureOfExperts:
-    """Top-k routing by the softmax over all experts (Shazeer et al., arXiv 1701.06538); experts are gated MLPs."""
+    """Top-k routing by the softmax over all experts (Shazeer et al., arXiv 1701.06538); experts are gated MLPs.
+
+    With normalised weights that is the softmax over the chosen ones.
+    """
 
     def __init__(self, config: ModelConfig, placement: Placement, layer: int, norms: BlockNorms) -> None:
         if config.experts is None or norms.before is None:
@@ -31,13 +31,16 @@ class MixtureOfExperts:
         self._normalize = config.experts.normalize_weights
         self._kernels = placement.kernels
         self._parallel = placement.parallel
+        bias, clamp = config.experts.bias, config.experts.clamp
+        self._clamp = None if clamp is None else Clamp(*clamp)
         # each rank holds a part of every expert
         hidden, inner = whole(config.hidden_size), placement.parallel.shard(config.experts.intermediate_size)
-        self._router = Linear(hidden, {"gate": self._number}, placement, quantized=False)
+        self._router = Linear(hidden, {"gate": self._number}, placement, bias=bias, quantized=False)
         experts = range(self._number)  # one below the other, of each gate above up, as in GatedMLP
         gates = {f"{expert}.{part}": inner for expert in experts for part in ("gate_proj", "up_proj")}
-        self._gate_up = placement.arriving(gates, hidden)
-        self._down = placement.arriving({f"{expert}.down_proj": hidden for expert in experts}, inner)
+        downs = {f"{expert}.down_proj": hidden for expert in experts}
+        self._gate_up = placement.arriving(gates, hidden, bias=bias)
+        self._down = placement.arriving(downs, inner, bias=bias)
         self._experts: Experts | None = None
 
     def __call__(self, residual: Residual) -> Residual:
@@ -56,20 +59,20 @@ class MixtureOfExperts:
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = self._router.weight_slots(prefix)
         for matrix in (self._gate_up, self._down):
-            for part, rows in matrix.parts.items():
-                load = partial(self._load, matrix, part)
-                slots[f"{prefix}.experts.{part}.weight"] = WeightSlot((rows.full, matrix.inputs.full), load)
+            slots |= matrix.slots(f"{prefix}.experts", self._lay_out)
         return slots
 
-    def _load(self, matrix: ArrivingMatrix, part: str, tensor: CheckpointTensor) -> None:
-        matrix.load(part, tensor)
+    def _lay_out(self) -> None:
         if self._gate_up.missing or self._down.missing:
             return
+        down_bias = self._down.bias if self._parallel.rank == 0 else None  # added once
+        biases = [None if bias is None else bias.view(self._number, -1) for bias in (self._gate_up.bias, down_bias)]
+        variant = ExpertVariant(biases[0], biases[1], self._clamp)
         gate_up, down = self._gate_up.stored(), self._down.stored()
         if gate_up is not None and down is not None:
-            self._experts = self._kernels.quantized_experts(gate_up, down, self._number)
+            self._experts = self._kernels.quantized_experts(gate_up, down, self._number, variant)
         if self._experts is None:
-            matrices = (matrix.dense().unflatten(0, (self._number, -1)) for matrix in (self._gate_up, self._down))
-            self._experts = self._kernels.experts(*matrices)
+            dense = [matrix.dense().unflatten(0, (self._number, -1)) for matrix in (self._gate_up, self._down)]
+            self._experts = self._kernels.experts(dense[0], dense[1], variant)
         self._gate_up.release()
         self._down.release()

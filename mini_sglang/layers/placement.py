@@ -29,7 +29,9 @@ class Placement:
     quantize: Callable[[torch.Tensor], QuantizedWeight] | None = None
     parallel: TensorParallel = SINGLE
 
-    def arriving(self, parts: Mapping[str, Shard], inputs: Shard, *, quantized: bool = True) -> ArrivingMatrix:
+    def arriving(
+        self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool = False, quantized: bool = True
+    ) -> ArrivingMatrix:
         """A matrix of `parts` (name -> output rows) yet to be loaded; dense ones stay so unless `quantized`."""
         quantize = self.quantize if quantized else None
-        return ArrivingMatrix(parts, inputs, self.device, self.dtype, packed=self.packed, quantize=quantize)
+        return ArrivingMatrix(parts, inputs, self.device, self.dtype, bias=bias, packed=self.packed, quantize=quantize)

@@ -67,8 +67,10 @@ def _yarn(inverse: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> t
         ratio = scaling.original_context_length / (turns * 2 * math.pi)
         return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(scaling.beta_slow)), config.head_dim - 1)
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
     ramp = (torch.arange(config.head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     stretch = ramp.clamp(0, 1)
     amplitude = scaling.attention_factor

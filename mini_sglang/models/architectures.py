@@ -27,6 +27,8 @@ def experts_or_dense(config: ModelConfig, placement: Placement, layer: int, norm
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
+    # a mixture of experts in every layer, windows in every other one, attention sinks, biases (arXiv 2508.10925)
+    "gpt_oss": Architecture(mlp=MixtureOfExperts),
     # Llama 2 to 3.3 and everything built like them, SmolLM2 too: the skeleton as it is
     "llama": Architecture(),
     # attention may slide over a window

@@ -53,6 +53,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         attention_output_bias=attention_bias and not family.qkv_bias,
         mlp_bias=family.mlp_bias_allowed and bool(config.get("mlp_bias")),
         sliding_window=family.sliding_window(config),
+        full_attention_layers=family.full_attention_layers(config),
+        attention_sinks=family.attention_sinks,
         unrotated_layers=family.unrotated_layers(config),
         experts=family.experts(config),
         eos_token_ids=eos_token_ids(config),
@@ -194,6 +196,26 @@ def _qwen3_moe_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
     )
 
 
+def _gpt_oss_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    return ExpertsConfig(
+        num_experts=_size(config, "num_local_experts"),
+        experts_per_token=_size(config, "num_experts_per_tok"),
+        intermediate_size=_size(config, "intermediate_size"),
+        normalize_weights=True,
+        bias=True,
+        clamp=(_number("swiglu_alpha", config["swiglu_alpha"]), _number("swiglu_limit", config["swiglu_limit"])),
+    )
+
+
+def _gpt_oss_full_layers(config: Mapping[str, Any]) -> frozenset[int]:
+    """The layers without the window: every other one, unless `layer_types` says which."""
+    layers = range(_size(config, "num_hidden_layers"))
+    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * len(layers)
+    if not isinstance(kinds, list) or len(kinds) < len(layers):
+        raise ValueError(f"layer_types must list each of the {len(layers)} layers, got {shorten(kinds)}")
+    return frozenset(layer for layer in layers if kinds[layer] == "full_attention")
+
+
 @dataclass(frozen=True)
 class _Family:
     """What a family's config.json leaves out: transformers' defaults for absent keys, and fixed traits."""
@@ -204,10 +226,32 @@ class _Family:
     sliding_window: Callable[[Mapping[str, Any]], int | None] = lambda config: None  # the window that all layers share
     unrotated_layers: Callable[[Mapping[str, Any]], frozenset[int]] = lambda config: frozenset()
     experts: Callable[[Mapping[str, Any]], ExpertsConfig | None] = lambda config: None
+    full_attention_layers: Callable[[Mapping[str, Any]], frozenset[int]] = lambda config: frozenset()  # beside a window
+    attention_sinks: bool = False
 
 
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _DEFAULTS = {"rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768}
 _FAMILIES: Mapping[str, _Family] = {
+    "gpt_oss": _Family(
+        {
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_scaling": _GPT_OSS_ROPE,
+        },
+        sliding_window=_window,
+        experts=_gpt_oss_experts,
+        full_attention_layers=_gpt_oss_full_layers,
+        attention_sinks=True,
+    ),
     "llama": _Family({"max_position_embeddings": 2048}, mlp_bias_allowed=True),
     "mistral": _Family({"max_position_embeddings": 131072, "sliding_window": 4096}, sliding_window=_window),
     "mixtral": _Family(
@@ -260,6 +304,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: _Family) -> None:
     layer_types = set(map(str, _list(config, "layer_types")))
     if family.sliding_window(config) is not None and len(layer_types) <= 1:
         return
+    if family.full_attention_layers(config):
+        layer_types -= {"sliding_attention"}
     if layer_types - {"full_attention"}:
         kinds = ", ".join(sorted(layer_types - {"full_attention"}))
         raise ValueError(f"layer_types {kinds} (sliding_window {config.get('sliding_window')}) are not supported")
@@ -304,8 +350,6 @@ def _read_llama3(rope: Mapping[str, Any], original: int, trained_length: int) ->
 
 
 def _read_yarn(rope: Mapping[str, Any], original: int, trained_length: int) -> RopeScaling:
-    if rope.get("truncate") is False:
-        raise ValueError("rope_scaling 'truncate': false is not supported for yarn")
     factor = _number("factor", rope.get("factor", trained_length / original))
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -319,6 +363,7 @@ def _read_yarn(rope: Mapping[str, Any], original: int, trained_length: int) -> R
         beta_fast=_number("beta_fast", rope.get("beta_fast") or 32.0),
         beta_slow=_number("beta_slow", rope.get("beta_slow") or 1.0),
         attention_factor=None if attention_factor is None else _number("attention_factor", attention_factor),
+        truncate=rope.get("truncate") is not False,
     )
 
 

@@ -29,6 +29,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama, odd sizes, biases": {"family": "llama", "attention_bias": True, "mlp_bias": True, **ODD},
     "llama, odd sizes, tied": {"family": "llama", "tie_word_embeddings": True, "rope": "llama3", **ODD},
+    "gpt_oss": {"family": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, **ODD},
     "llama, one KV head for five": {
         "family": "llama",
         "hidden_size": 80,

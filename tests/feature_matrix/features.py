@@ -283,13 +283,26 @@ FEATURES = (
         evidence=evidence.changed_by("mixtures of experts"),
     ),
     Feature(
+        name="gpt-oss",
+        short="oss",
+        meaning="Attention has sinks, a window in every other layer, and experts with biases and a clamped gate.",
+        model={"family": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        is_reproducible=True,
+        senseless={
+            "sliding window": "It has one, in every other layer.",
+            "mixtures of experts": "It is one, of its own family.",
+        },
+        evidence=evidence.changed_by("gpt-oss"),
+    ),
+    Feature(
         name="GGUF blocks",
         short="gguf",
         meaning="The weights come from blocks of 4 bits (Q4_1) in a GGUF file.",
         model={"gguf": "Q4_1"},
         is_reproducible=True,
         senseless={
-            "sliding window": "No architecture that GGUF files are read of has a window: there, Mistral is a Llama."
+            "sliding window": "No architecture that GGUF files are read of has a window: there, Mistral is a Llama.",
+            "gpt-oss": "It is read from safetensors alone.",
         },
         evidence=evidence.changed_by("GGUF blocks"),
     ),

@@ -55,6 +55,10 @@ OTHERS: dict[str, tuple[Write, dict[str, Any]]] = {
     ),
     "olmo2": (Checkpoints.write, {"family": "olmo2"}),
     "mistral, window of 24": (Checkpoints.write, {"family": "mistral", "sliding_window": 24}),
+    "gpt_oss, window of 24": (
+        Checkpoints.write,
+        {"family": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
     "mixtral, window of 24": (
         Checkpoints.write,
         {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24},

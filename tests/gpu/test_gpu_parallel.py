@@ -62,7 +62,7 @@ def test_two_ranks_answer_like_transformers(tiny_model: TinyCheckpoint, mode: di
         assert generate_ids(engine, prompts) == expected, "everything cached"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe"])
 def test_every_family(family: str, checkpoints: Checkpoints) -> None:
     experts: dict[str, Any] = (
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in family else {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from mini_sglang.kernels.interface import Experts, Residual
+from mini_sglang.kernels.interface import PLAIN_EXPERTS, Experts, ExpertVariant, Residual
 from mini_sglang.kernels.torch_kernels import TorchKernels, dense_experts
 from mini_sglang.layers.moe import MixtureOfExperts
 from mini_sglang.layers.norm import BlockNorms, RMSNorm
@@ -57,9 +57,12 @@ class KeepingKernels(TorchKernels):
         super().__init__()
         self.kept: list[tuple[QuantizedWeight, QuantizedWeight]] = []
 
-    def quantized_experts(self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> Experts:
+    def quantized_experts(
+        self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int, variant: ExpertVariant = PLAIN_EXPERTS
+    ) -> Experts:
         self.kept.append((gate_up, down))
-        return dense_experts(self, *(weight.dense().unflatten(0, (number, -1)) for weight in (gate_up, down)))
+        ups, downs = (weight.dense().unflatten(0, (number, -1)) for weight in (gate_up, down))
+        return dense_experts(self, ups, downs, variant)
 
 
 def normal(rows: int, columns: int, seed: int) -> torch.Tensor:

@@ -258,6 +258,65 @@ def test_old_and_new_rope_settings_mean_the_same(rope: dict[str, Any], expected:
     assert old.rope_theta == 500000.0
 
 
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def test_gpt_oss_20b() -> None:
+    config = config_from_hf(GPT_OSS_20B)
+    assert config.experts == ExpertsConfig(
+        num_experts=32,
+        experts_per_token=4,
+        intermediate_size=2880,
+        normalize_weights=True,
+        bias=True,
+        clamp=(1.702, 7.0),
+    )
+    assert (config.sliding_window, config.full_attention_layers) == (128, frozenset(range(1, 24, 2)))
+    assert (config.attention_bias, config.attention_output_bias, config.attention_sinks) == (True, True, True)
+    assert config.rope_scaling == RopeScaling(kind="yarn", factor=32.0, original_context_length=4096, truncate=False)
+    assert config.context_length == 131072
+
+
+def test_a_gpt_oss_that_is_not_supported_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="layer_types must list each of the 24 layers"):
+        config_from_hf({**GPT_OSS_20B, "layer_types": ["full_attention"]})
+    with pytest.raises(ValueError, match="layer_types chunked_attention"):
+        config_from_hf({**GPT_OSS_20B, "layer_types": ["full_attention", "chunked_attention"] * 12})
+
+
 def test_yarn_stretches_the_context() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     assert config_from_hf({**QWEN_2_5, "rope_scaling": yarn}).context_length == 131072
@@ -271,7 +330,6 @@ def test_yarn_stretches_the_context() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "'factor'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "one mapping for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"use_sliding_window": True, "max_window_layers": 20}, "sliding_window 131072"),

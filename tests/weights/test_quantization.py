@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 import mini_sglang.execution.worker
 from mini_sglang.kernels.cpu.kernels import CpuKernels
-from mini_sglang.kernels.interface import Matrix
-from mini_sglang.kernels.torch_kernels import TorchExperts, TorchMatrix, dense_experts
+from mini_sglang.kernels.interface import ExpertVariant, Matrix
+from mini_sglang.kernels.torch_experts import TorchExperts
+from mini_sglang.kernels.torch_kernels import TorchMatrix, dense_experts
 from mini_sglang.layers.placement import Placement
 from mini_sglang.parallel.sharding import copy_shard, shard_evenly, whole
 from mini_sglang.weights.load import load_weights
@@ -84,9 +85,12 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[QuantizedWeight]:
     def keeping(*settings: Any, **named: Any) -> Placement:
         return replace(Placement(*settings, **named), packed=True)
 
-    def quantized_experts(self: Any, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> TorchExperts:
+    def quantized_experts(
+        self: Any, gate_up: QuantizedWeight, down: QuantizedWeight, number: int, variant: ExpertVariant
+    ) -> TorchExperts:
         matrices.extend((gate_up, down))
-        return dense_experts(self, *(weight.dense().unflatten(0, (number, -1)) for weight in (gate_up, down)))
+        ups, downs = (weight.dense().unflatten(0, (number, -1)) for weight in (gate_up, down))
+        return dense_experts(self, ups, downs, variant)
 
     monkeypatch.setattr(CpuKernels, "quantized_matrix", quantized_matrix)
     monkeypatch.setattr(CpuKernels, "quantized_experts", quantized_experts)
@@ -194,6 +198,16 @@ def test_experts_that_ranks_keep_as_they_are_stored_are_the_dequantised_ones(
     checkpoint = write(checkpoints, FORMATS[name], "qwen3_moe", **config)
     assert_same_tokens(checkpoint, (1, 2, 3))
     assert len(kept) == (1 + 2 + 3) * 2 * 4  # on each rank qkv, o, gates and ups, and downs of both layers
+
+
+def test_gpt_oss_is_its_dequantised_experts(checkpoints: Checkpoints) -> None:
+    assert_same_tokens(quantized.write_gpt_oss(checkpoints), (1, 2, 3))
+
+
+def test_gpt_oss_keeps_its_experts_as_they_are_stored(checkpoints: Checkpoints, kept: list[QuantizedWeight]) -> None:
+    assert_same_tokens(quantized.write_gpt_oss(checkpoints), (1, 2, 3))
+    assert len(kept) == (1 + 2 + 3) * 2 * 2  # on each rank gates and ups, and downs of both layers
+    assert {weight.group_size for weight in kept} <= {16, 32}
 
 
 # -- what compressed-tensors itself wrote ------------------------------------------------------------------------------

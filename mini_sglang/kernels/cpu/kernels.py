@@ -17,7 +17,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from mini_sglang.kernels.cpu.compiled import compiled_for, float_bits
 from mini_sglang.kernels.cpu.compiled_packed import PackedForm, compiled_packed
 from mini_sglang.kernels.cpu.linear import CpuMatrix
 from mini_sglang.kernels.cpu.packed import PackedMatrix
-from mini_sglang.kernels.interface import KVCells, Matrix, Rotation
-from mini_sglang.kernels.torch_kernels import TorchExperts, TorchKernels, TorchMatrix, dense_experts
+from mini_sglang.kernels.interface import PLAIN_EXPERTS, ExpertVariant, KVCells, Matrix, Rotation
+from mini_sglang.kernels.torch_experts import TorchExperts, each_bias
+from mini_sglang.kernels.torch_kernels import TorchKernels, TorchMatrix, dense_experts
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -73,14 +74,20 @@ class CpuKernels:
             self._packed[form] = ParallelKernel(compiled.quantise), ParallelKernel(compiled.multiply)
         return self._packed[form]
 
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchExperts:
-        return dense_experts(self, gate_up, down)
+    def experts(
+        self, gate_up: torch.Tensor, down: torch.Tensor, variant: ExpertVariant = PLAIN_EXPERTS
+    ) -> TorchExperts:
+        return dense_experts(self, gate_up, down, variant)
 
-    def quantized_experts(self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int) -> TorchExperts | None:
+    def quantized_experts(
+        self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int, variant: ExpertVariant = PLAIN_EXPERTS
+    ) -> TorchExperts | None:
         if not PackedMatrix.supports(gate_up) or not PackedMatrix.supports(down):
             return None
-        halves = ([PackedMatrix(self, part, None) for part in weight.split(number)] for weight in (gate_up, down))
-        return TorchExperts(*halves)
+        matrix = partial(PackedMatrix, self)
+        gate_ups = list(map(matrix, gate_up.split(number), each_bias(variant.gate_up_bias)))
+        downs = list(map(matrix, down.split(number), each_bias(variant.down_bias)))
+        return TorchExperts(gate_ups, downs, variant.clamp)
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return self._torch.route(logits, top_k, normalize=normalize)

@@ -5,7 +5,7 @@ device, and the grid has room for as many as there can be, so a step can be capt
 programs without a tile end at once. The first product gathers its rows from the tokens and applies the gate, the second
 writes one row per choice, and `combine` adds a token's rows in the order of its choices. Every sum runs along K in one
 order, without split-K or atomics. (Products grouped this way: Gale et al., MegaBlocks, arXiv 2211.15841.) Each function
-stands beside its PyTorch twin. Knows tensors only.
+stands beside its PyTorch twin.
 """
 
 # Pointers and scalars of a Triton kernel have no Python types:
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mini_sglang.kernels.interface import PLAIN_EXPERTS, Clamp, ExpertVariant
 from mini_sglang.kernels.triton.matmul import ROW_TILES, swizzled_tile
 from mini_sglang.kernels.triton.pdl import pdl_launch, pdl_wait
 from mini_sglang.kernels.triton.routing import SortedChoices, max_tiles, sort_by_expert
@@ -86,14 +87,16 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    variant: ExpertVariant = PLAIN_EXPERTS,
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
     """Add to each token the sum over its k experts of weight * down(silu(gate(x)) * up(x)); returns `residual`.
 
     residual and x [T, hidden] of one dtype, ids [T, k] int32, weights [T, k] float32, gate_up [experts, 2 n, hidden]
-    with gate above up, down [experts, hidden, n]; all contiguous. With `deterministic` a token's bits depend on that
-    token alone. Raises ValueError for shapes and layouts that the tensor memory accelerator (TMA) cannot read.
+    with gate above up, down [experts, hidden, n]; all contiguous. `variant` has biases and another gate. With
+    `deterministic` a token's bits depend on that token alone. Raises ValueError for shapes and layouts that the tensor
+    memory accelerator (TMA) cannot read.
     """
     _check(residual, x, ids, gate_up, down)
     if not len(x):
@@ -103,8 +106,8 @@ def experts(
     sorted_choices = sort_by_expert(ids, num_experts, rows) if len(x) > UNSORTED_TOKENS else None
     first = expert_tile(rows, num_choices, num_experts, wide, x.dtype)
     second = expert_tile(rows, num_choices, num_experts, down.shape[1], x.dtype)
-    gated = grouped_matmul(x, gate_up, ids, sorted_choices, first, gated=True)
-    outputs = grouped_matmul(gated, down, ids, sorted_choices, second, gated=False)
+    gated = grouped_matmul(x, gate_up, ids, sorted_choices, first, variant, gated=True)
+    outputs = grouped_matmul(gated, down, ids, sorted_choices, second, variant, gated=False)
     return combine(residual, outputs, weights)
 
 
@@ -115,13 +118,22 @@ def experts_reference(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    variant: ExpertVariant = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The twin of `experts`, in float64, one expert after another; it leaves `residual` as it is."""
+    gate_up_bias, down_bias, clamp = variant
     out = residual.double()
     for expert in ids.unique().tolist():
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[tokens].double() @ gate_up[expert].double().t()).chunk(2, -1)
-        product = (F.silu(gate) * up) @ down[expert].double().t()
+        both = x[tokens].double() @ gate_up[expert].double().t()
+        gate, up = (both if gate_up_bias is None else both + gate_up_bias[expert]).chunk(2, -1)
+        if clamp is None:
+            gated = F.silu(gate) * up
+        else:
+            gate = gate.clamp(max=clamp.limit)
+            gated = gate * torch.sigmoid(clamp.alpha * gate) * (up.clamp(-clamp.limit, clamp.limit) + 1)
+        product = gated @ down[expert].double().t()
+        product = product if down_bias is None else product + down_bias[expert]
         out.index_add_(0, tokens, product * weights[tokens, places].double().unsqueeze(1))
     return out.to(residual.dtype)
 
@@ -132,6 +144,7 @@ def grouped_matmul(
     ids: torch.Tensor,
     sorted_choices: SortedChoices | None,
     tile: ExpertTile,
+    variant: ExpertVariant = PLAIN_EXPERTS,
     *,
     gated: bool,
 ) -> torch.Tensor:
@@ -150,12 +163,14 @@ def grouped_matmul(
         TensorDescriptor.from_tensor(weight.view(num_experts * wide, depth), [block, tile.depth]),
         ids if sorted_choices is None else sorted_choices.choices,
         ids if sorted_choices is None else sorted_choices.tiles,
+        variant.gate_up_bias if gated else variant.down_bias,
         out,
         num_tiles,
         COLUMNS=columns,
         DEPTH=depth,
         TOP_K=ids.shape[1],
         GATED=gated,
+        **clamp_constants(variant.clamp),
         SORTED=sorted_choices is not None,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=block,
@@ -166,6 +181,11 @@ def grouped_matmul(
         **pdl_launch(x.device),
     )
     return out
+
+
+def clamp_constants(clamp: Clamp | None) -> dict[str, float | None]:
+    """ALPHA and LIMIT of a kernel, None unless the gate is clamped."""
+    return {"ALPHA": None, "LIMIT": None} if clamp is None else {"ALPHA": clamp.alpha, "LIMIT": clamp.limit}
 
 
 def combine(residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -203,12 +223,15 @@ def _grouped_matmul_kernel(
     weight,
     choices,
     tiles,
+    bias,
     out,
     num_tiles,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -231,13 +254,13 @@ def _grouped_matmul_kernel(
     if BLOCK_ROWS > 64:  # noqa: SIM102  (known when compiled, the other is not)
         if end - begin <= BLOCK_ROWS // 2:
             _compute_tile(
-                x, weight, choices, out, begin, end, first_weight, first_column,
-                COLUMNS, DEPTH, TOP_K, GATED, SORTED, BLOCK_ROWS // 2, BLOCK_COLUMNS, BLOCK_DEPTH,
+                x, weight, choices, bias, out, begin, end, first_weight, first_column,
+                COLUMNS, DEPTH, TOP_K, GATED, ALPHA, LIMIT, SORTED, BLOCK_ROWS // 2, BLOCK_COLUMNS, BLOCK_DEPTH,
             )  # fmt: skip
             return
     _compute_tile(
-        x, weight, choices, out, begin, end, first_weight, first_column,
-        COLUMNS, DEPTH, TOP_K, GATED, SORTED, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH,
+        x, weight, choices, bias, out, begin, end, first_weight, first_column,
+        COLUMNS, DEPTH, TOP_K, GATED, ALPHA, LIMIT, SORTED, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH,
     )  # fmt: skip
 
 
@@ -259,10 +282,22 @@ def source_and_target(choices, row, valid, TOP_K: tl.constexpr, GATED: tl.conste
 
 
 @triton.jit
+def gated_product(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """silu(gate) * up, or with a LIMIT what `Clamp` says"""
+    if LIMIT is None:
+        gated = gate * tl.sigmoid(gate) * up
+    else:
+        gate = tl.minimum(gate, LIMIT)
+        gated = gate * tl.sigmoid(ALPHA * gate) * (tl.maximum(tl.minimum(up, LIMIT), -LIMIT) + 1.0)
+    return gated
+
+
+@triton.jit
 def _compute_tile(
     x,
     weight,
     choices,
+    bias,
     out,
     begin,
     end,
@@ -272,6 +307,8 @@ def _compute_tile(
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SORTED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -292,9 +329,14 @@ def _compute_tile(
         if GATED:
             up = weight.load([first_weight + COLUMNS, start])
             acc_up = tl.dot(values, tl.trans(up), acc_up, input_precision="ieee")
-    if GATED:
-        acc = acc * tl.sigmoid(acc) * acc_up
     column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    if bias is not None:
+        place = bias + first_weight + tl.arange(0, BLOCK_COLUMNS)
+        acc += tl.load(place, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(place + COLUMNS, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        acc = gated_product(acc, acc_up, ALPHA, LIMIT)
     places = target.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=valid[:, None] & (column < COLUMNS)[None, :])
 

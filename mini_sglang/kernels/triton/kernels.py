@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 from triton import cdiv
 
-from mini_sglang.kernels.interface import KVCells, Matrix, Norm, Residual, Rotation
+from mini_sglang.kernels.interface import (
+    PLAIN_EXPERTS,
+    ExpertVariant,
+    KVCells,
+    Matrix,
+    Norm,
+    Residual,
+    Rotation,
+)
 from mini_sglang.kernels.torch_kernels import linear
 from mini_sglang.kernels.triton.embedding import embedding
 from mini_sglang.kernels.triton.experts import experts
@@ -44,16 +52,18 @@ class TritonKernels:
         packed = pack(weight)
         return None if packed is None else QuantizedMatrix(packed, bias, deterministic=self._deterministic)
 
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> TritonExperts:
-        return TritonExperts(gate_up, down, deterministic=self._deterministic)
+    def experts(
+        self, gate_up: torch.Tensor, down: torch.Tensor, variant: ExpertVariant = PLAIN_EXPERTS
+    ) -> TritonExperts:
+        return TritonExperts(gate_up, down, variant, deterministic=self._deterministic)
 
     def quantized_experts(
-        self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int
+        self, gate_up: QuantizedWeight, down: QuantizedWeight, number: int, variant: ExpertVariant = PLAIN_EXPERTS
     ) -> QuantizedExperts | None:
         packed_gate_up, packed_down = pack(gate_up), pack(down)
         if packed_gate_up is None or packed_down is None:
             return None
-        return QuantizedExperts(packed_gate_up, packed_down, number, deterministic=self._deterministic)
+        return QuantizedExperts(packed_gate_up, packed_down, number, variant, deterministic=self._deterministic)
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, top_k, normalize=normalize)
@@ -207,22 +217,27 @@ class QuantizedMatrix:
 class TritonExperts:
     """`Experts` on a GPU. With `deterministic` a token's sums have one order, however many tokens there are."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, *, deterministic: bool) -> None:
-        self._gate_up, self._down, self._deterministic = gate_up, down, deterministic
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, variant: ExpertVariant, *, deterministic: bool
+    ) -> None:
+        self._gate_up, self._down, self._variant, self._deterministic = gate_up, down, variant, deterministic
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return experts(residual, x, ids, weights, self._gate_up, self._down, deterministic=self._deterministic)
+        matrices = self._gate_up, self._down, self._variant
+        return experts(residual, x, ids, weights, *matrices, deterministic=self._deterministic)
 
 
 class QuantizedExperts:
     """`Experts` with weights in 4 or 8 bits, which meet activations as they are, whatever the number of rows."""
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight, number: int, *, deterministic: bool) -> None:
+    def __init__(
+        self, gate_up: PackedWeight, down: PackedWeight, number: int, variant: ExpertVariant, *, deterministic: bool
+    ) -> None:
         self._gate_up, self._down, self._number = gate_up, down, number
-        self._deterministic = deterministic
+        self._variant, self._deterministic = variant, deterministic
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        packed = self._gate_up, self._down, self._number
+        packed = self._gate_up, self._down, self._number, self._variant
         return quantized_experts(residual, x, ids, weights, *packed, deterministic=self._deterministic)
 
 

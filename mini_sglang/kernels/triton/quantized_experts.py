@@ -14,10 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from mini_sglang.kernels.interface import PLAIN_EXPERTS, ExpertVariant
 from mini_sglang.kernels.triton.experts import (
     UNSORTED_TOKENS,
+    clamp_constants,
     combine,
     experts_reference,
+    gated_product,
     rows_of_tile,
     source_and_target,
     tile_rows,
@@ -49,6 +52,7 @@ def quantized_experts(
     gate_up: PackedWeight,
     down: PackedWeight,
     number: int,
+    variant: ExpertVariant = PLAIN_EXPERTS,
     *,
     deterministic: bool = False,
     tile: WeightOnlyTile | None = None,
@@ -64,8 +68,8 @@ def quantized_experts(
         return residual
     tile = tile or quantized_expert_tile(ids.numel(), number, x.dtype, deterministic=deterministic)
     sorted_choices = sort_by_expert(ids, number, tile.rows) if len(x) > UNSORTED_TOKENS else None
-    gated = grouped_weight_only_matmul(x, gate_up, number, ids, sorted_choices, tile, gated=True)
-    outputs = grouped_weight_only_matmul(gated, down, number, ids, sorted_choices, tile, gated=False)
+    gated = grouped_weight_only_matmul(x, gate_up, number, ids, sorted_choices, tile, variant, gated=True)
+    outputs = grouped_weight_only_matmul(gated, down, number, ids, sorted_choices, tile, variant, gated=False)
     return combine(residual, outputs, weights)
 
 
@@ -77,10 +81,11 @@ def quantized_experts_reference(
     gate_up: PackedWeight,
     down: PackedWeight,
     number: int,
+    variant: ExpertVariant = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The twin of `quantized_experts`, in float64; it leaves `residual` as it is."""
-    dense = (weight.dense(torch.float32).unflatten(0, (number, -1)) for weight in (gate_up, down))
-    return experts_reference(residual, x, ids, weights, *dense)
+    dense_gate_up, dense_down = (weight.dense(torch.float32).unflatten(0, (number, -1)) for weight in (gate_up, down))
+    return experts_reference(residual, x, ids, weights, dense_gate_up, dense_down, variant)
 
 
 def grouped_weight_only_matmul(
@@ -90,6 +95,7 @@ def grouped_weight_only_matmul(
     ids: torch.Tensor,
     sorted_choices: SortedChoices | None,
     tile: WeightOnlyTile,
+    variant: ExpertVariant = PLAIN_EXPERTS,
     *,
     gated: bool,
 ) -> torch.Tensor:
@@ -105,6 +111,7 @@ def grouped_weight_only_matmul(
         weight.minimum,
         ids if sorted_choices is None else sorted_choices.choices,
         ids if sorted_choices is None else sorted_choices.tiles,
+        variant.gate_up_bias if gated else variant.down_bias,
         out,
         num_tiles,
         OUTPUTS=columns,
@@ -114,6 +121,7 @@ def grouped_weight_only_matmul(
         ZERO=weight.zero,
         TOP_K=ids.shape[1],
         GATED=gated,
+        **clamp_constants(variant.clamp),
         SORTED=sorted_choices is not None,
         ASM=x.is_cuda and x.dtype == torch.bfloat16,
         ROWS=tile.rows,
@@ -145,6 +153,7 @@ def _grouped_weight_only_kernel(
     minimum,
     choices,
     tiles,
+    bias,
     out,
     num_tiles,
     OUTPUTS: tl.constexpr,
@@ -154,6 +163,8 @@ def _grouped_weight_only_kernel(
     ZERO: tl.constexpr,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SORTED: tl.constexpr,
     ASM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -180,7 +191,11 @@ def _grouped_weight_only_kernel(
         x + source.to(tl.int64)[None, :] * DEPTH, is_row[None, :], weight, scale, minimum, first + column, is_column,
         OUTPUTS, DEPTH, GROUP, BITS, ZERO, GATED, ASM, ROWS, COLUMNS, BLOCK_DEPTH,
     )  # fmt: skip
+    if bias is not None:
+        acc += tl.load(bias + first + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_up += tl.load(bias + first + OUTPUTS + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc * tl.sigmoid(acc) * acc_up
+        acc = gated_product(acc, acc_up, ALPHA, LIMIT)
     places = target.to(tl.int64)[None, :] * OUTPUTS + column[:, None]
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])

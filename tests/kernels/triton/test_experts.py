@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mini_sglang.kernels.cpu.kernels import CpuKernels
-from mini_sglang.kernels.interface import Kernels
+from mini_sglang.kernels.interface import Clamp, ExpertVariant, Kernels
 from mini_sglang.kernels.torch_kernels import TorchKernels
 from mini_sglang.kernels.triton.experts import (
     EXPERT_TILES,
@@ -89,6 +89,39 @@ def test_equal_float64(kernels: Kernels, dtype: torch.dtype, rows: int, chosen: 
     assert out.dtype == dtype
     assert_near(out, wanted)
     assert_near(experts_reference(residual, x, ids, weights, gate_up, down), wanted)
+
+
+def make_variant(dtype: torch.dtype, device: torch.device, number: int, hidden: int, size: int) -> ExpertVariant:
+    """Biases, and a limit that some gates and ups exceed."""
+    torch.manual_seed(1)
+    gate_up_bias, down_bias = torch.randn(number, 2 * size), torch.randn(number, hidden)
+    return ExpertVariant(gate_up_bias.to(device, dtype), down_bias.to(device, dtype), Clamp(1.702, 1.5))
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), SUBJECTS.values(), ids=SUBJECTS)
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize(("hidden", "size"), [(HIDDEN, SIZE), (80, 48)])
+def test_biases_and_a_clamped_gate_equal_float64(
+    kernels: Kernels, dtype: torch.dtype, rows: int, hidden: int, size: int, device: torch.device
+) -> None:
+    """As gpt-oss has them."""
+    device = device if isinstance(kernels, TritonKernels) else torch.device("cpu")
+    gate_up, down = make_weights(dtype, device, EXPERTS, hidden, size)
+    variant = make_variant(dtype, device, EXPERTS, hidden, size)
+    gate_up_bias, down_bias, _ = variant
+    assert gate_up_bias is not None
+    assert down_bias is not None
+    residual, x, ids, weights = make_step(rows, 2, EXPERTS, hidden, dtype, device)
+    wanted = residual.double()
+    for token in range(rows):
+        for expert, share in zip(ids[token].tolist(), weights[token].double(), strict=True):
+            both = gate_up[expert].double() @ x[token].double() + gate_up_bias[expert].double()
+            gate, up = both[:size].clamp(max=1.5), both[size:].clamp(-1.5, 1.5)
+            gated = (up + 1) * gate * (1.702 * gate).sigmoid()
+            wanted[token] += share * (down[expert].double() @ gated + down_bias[expert].double())
+    out = kernels.experts(gate_up, down, variant).add_to(residual.clone(), x, ids, weights)
+    assert_near(out, wanted)
+    assert_near(experts_reference(residual, x, ids, weights, gate_up, down, variant), wanted)
 
 
 def test_a_step_may_have_no_rows(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from mini_sglang.kernels.triton.quantized_experts import (
 from mini_sglang.kernels.triton.routing import route
 from mini_sglang.weights.quantized_weight import QuantizedWeight
 from tests.kernels.triton.quantized import KINDS, random_weight
-from tests.kernels.triton.test_experts import make_step
+from tests.kernels.triton.test_experts import make_step, make_variant
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EXPERTS, TOP_K = 5, 2
@@ -72,6 +72,18 @@ def test_every_format_equals_float64(
 def test_activations_may_be_float16(device: torch.device, kind: str, deterministic: bool) -> None:
     step = make_step(40, TOP_K, EXPERTS, 128, FP16, device)
     check(kind, step, *make_weights(kind, 128, 96, 32, device), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_biases_and_a_clamped_gate_equal_float64(device: torch.device, kind: str, rows: int) -> None:
+    step = make_step(rows, TOP_K, EXPERTS, 96, FP32, device)
+    variant = make_variant(FP32, device, EXPERTS, 96, 64)
+    gate_up, down = make_weights(kind, 96, 64, 32, device)
+    kept = TritonKernels().quantized_experts(gate_up, down, EXPERTS, variant)
+    assert kept is not None
+    wanted = quantized_experts_reference(*step, kept._gate_up, kept._down, EXPERTS, variant)
+    assert_near(kept.add_to(*step), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
