@@ -32,7 +32,7 @@ from mini_sglang.verify import load_reference
 from mini_sglang.weights.hub import resolve_model
 
 MODEL = "smollm2-135m"
-FORMATS = {  # name -> (settings of this engine, transformers' dtype)
+FORMATS: dict[str, tuple[dict[str, Any], torch.dtype]] = {  # name -> (settings of this engine, transformers' dtype)
     "float32": ({"dtype": "float32"}, torch.float32),
     "bfloat16": ({"dtype": "bfloat16", "weights": "dense"}, torch.bfloat16),
     "packed": ({"weights": "packed"}, torch.bfloat16),

@@ -10,6 +10,7 @@ prints what the file holds; `python -m benchmarks.tables` puts what readers ask 
     offline        256 sequences at once, better of two after a warm-up; profile and idle share of the device
     single         one stream, 964 tokens in and 724 out, better of two after a warm-up
     quantised      both in bfloat16, FP8 and 4 bits, in turns; with --shapes qwen3-30b-a3b, a mixture of experts
+    speculation    what verifying drafts costs, and offline with drafts that are seldom right
     host           the host's time per decode step with 16 and with 256 running requests
     kernels        attention, products and small kernels alone, in CUDA graphs, at page sizes 16 and 64
     start          from the start of a process to its first token, with an empty Triton cache and with a full one
@@ -48,6 +49,7 @@ from mini_sglang.bench.offline import Workload, measure_offline
 from mini_sglang.bench.roofline import Ceilings
 from mini_sglang.config import EngineConfig
 from mini_sglang.engine import Engine
+from mini_sglang.scheduling.speculation import Proposer
 from mini_sglang.weights.hub import resolve_model
 from mini_sglang.weights.model_config import load_model_config
 
@@ -181,6 +183,24 @@ def deterministic(bench: Bench) -> Iterator[Figures]:
     yield {"deterministic_tok_s": best.tokens_per_second}
 
 
+def speculation(bench: Bench) -> Iterator[Figures]:
+    module = importlib.import_module("gpu_speculation")
+    figures: Figures = {}
+    for gate in (False, True):
+        replay = module.Replay()
+        fields = {"speculative": "ngram", "speculative_tokens": 16, "speculative_gate": gate}
+        with engine_of(LARGE, proposer=replay, **fields) as engine:
+            figures["gated" if gate else "whole drafts"] = module.measure(engine, replay)
+    bench.console.print("speculation, replayed", figures)
+    yield {"speculation": {"replay": {LARGE: figures}}}
+    offline = {}
+    for kind in ("none", "ngram"):
+        with engine_of(LARGE, speculative=kind) as engine:
+            offline[kind] = measure_offline(engine, OFFLINE, runs=2).best.tokens_per_second
+    bench.console.print("speculation, offline, tok/s", offline)
+    yield {"speculation": {"offline_tok_s": {LARGE: offline}}}
+
+
 def parity(bench: Bench) -> Iterator[Figures]:
     figures = importlib.import_module("gpu_parity").parity()
     bench.console.print("parity", figures)
@@ -193,7 +213,7 @@ def quantised_parity(bench: Bench) -> Iterator[Figures]:
     yield {"quantised_parity": figures}
 
 
-_ALL = (host, single, quantised, kernels, offline, start, deterministic, parity, quantised_parity)
+_ALL = (host, single, quantised, speculation, kernels, offline, start, deterministic, parity, quantised_parity)
 SECTIONS: dict[str, Callable[[Bench], Iterator[Figures]]] = {section.__name__: section for section in _ALL}
 
 
@@ -276,9 +296,10 @@ def ratio(a: float | None, b: float | None) -> float | None:
 
 
 @contextmanager
-def engine_of(shape: str, **fields: Any) -> Iterator[Engine]:
+def engine_of(shape: str, *, proposer: Proposer | None = None, **fields: Any) -> Iterator[Engine]:
     """An engine on random weights; its memory is free again when the context is left."""
-    engine = Engine(EngineConfig(model=str(folder_of(shape)), load_format="dummy", context_length=CONTEXT, **fields))
+    config = EngineConfig(model=str(folder_of(shape)), load_format="dummy", context_length=CONTEXT, **fields)
+    engine = Engine(config, proposer=proposer)
     try:
         yield engine
     finally:

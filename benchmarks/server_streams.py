@@ -33,13 +33,14 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.config import EngineConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.ipc.engine_process import EngineLoop
 from mini_sglang.ipc.messages import EngineInfo, Ready, decode_from_engine, encode
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.scheduling.stats import SchedulerStats
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.http_server import HttpServer
 from mini_sglang.text.tokenizer import load_tokenizer
 from mini_sglang.weights.hub import resolve_model
@@ -95,7 +96,7 @@ class ScriptedEngine:
 
     def stats(self) -> SchedulerStats:
         fields: dict[str, Any] = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
-        return SchedulerStats(**{**fields, "num_pages": 1, "step_sizes": []})
+        return SchedulerStats(**{**fields, "num_pages": 1, "step_sizes": [], "drafts": None})
 
     def check(self) -> None: ...
 

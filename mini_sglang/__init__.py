@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from mini_sglang.collector import no_collections
 
 if TYPE_CHECKING:
-    from mini_sglang.config import EngineConfig, ServerConfig
+    from mini_sglang.config import EngineConfig
     from mini_sglang.engine import Engine
     from mini_sglang.llm import LLM
     from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, Usage
     from mini_sglang.sampling_params import SamplingParams
+    from mini_sglang.server.config import ServerConfig
     from mini_sglang.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -43,7 +44,7 @@ _MODULES = {
     "FinishReason": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
-    "ServerConfig": "config",
+    "ServerConfig": "server.config",
     "TokenLogprobs": "outputs",
     "Tokenizer": "text.tokenizer",
     "Usage": "outputs",

@@ -19,11 +19,12 @@ from typing import Any
 
 import mini_sglang
 from mini_sglang.bench.cli import add_bench
-from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.config import EngineConfig
 from mini_sglang.deploy import add_deploy
 from mini_sglang.learn.cli import add_learn
 from mini_sglang.options import FAILED, USER_ERROR, Parser, add_command, add_fields, engine_config, from_options
 from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.simulate.cli import add_simulate
 
 INTERRUPTED = 130

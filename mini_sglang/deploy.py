@@ -16,8 +16,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.config import EngineConfig
 from mini_sglang.options import FAILED, Commands, Parser, add_command, add_fields, from_options
+from mini_sglang.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -29,7 +29,9 @@ from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.kv_cache import CacheListener
-from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
+from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.speculation import Proposer, make_gate
+from mini_sglang.scheduling.stats import SchedulerStats
 from mini_sglang.scheduling.step_cost import work_of
 from mini_sglang.weights.hub import ModelSource
 
@@ -46,8 +48,9 @@ class Engine:
     """Runs requests to their end. The attribute `config` is the argument with every `auto` resolved.
 
     The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar. `source` is
-    the model, if it was found before. A listener is told what the prefix cache holds. Raises ValueError if the
-    configuration asks for events of it and there is none.
+    the model, if it was found before. A listener is told what the prefix cache holds. With `speculative`, drafts come
+    from `proposer` where there is one, else from what the setting names. Raises ValueError if the configuration asks
+    for events of the cache and nothing listens.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Engine:
         *,
         source: ModelSource | None = None,
         cache_listener: CacheListener | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         if config.kv_events_endpoint is not None and cache_listener is None:
             raise ValueError("kv_events_endpoint needs a server: only mini-sglang serve publishes events")
@@ -70,7 +74,8 @@ class Engine:
         self.model_config = self.executor.model_config
         self._cost = self.executor.step_cost
         self._cache_listener = cache_listener
-        self.scheduler = Scheduler(self.config, self._cost, cache_listener)
+        self._proposer = proposer
+        self.scheduler = self._new_scheduler()
         self._run_ahead = self.config.run_ahead
         self._inflight: deque[tuple[ScheduledBatch, StepHandle, float]] = deque()  # and when it was launched
         self._read_s = 0.0  # when the last step was read
@@ -85,6 +90,10 @@ class Engine:
             self._observer.started(asdict(self.config))
         for line in summary(self.config):
             logger.info(line)
+
+    def _new_scheduler(self) -> Scheduler:
+        gate = make_gate(self.config, self._cost, self._proposer)
+        return Scheduler(self.config, self._cost, self._cache_listener, gate)
 
     def add_request(
         self,
@@ -190,7 +199,7 @@ class Engine:
             with self._phase("update", batch.step):
                 outputs = self.scheduler.update(batch, result)
             if self._observer is not None:
-                self._observer.read(batch, handle.device_us, predicted_us)
+                self._observer.read(batch, handle.device_us, predicted_us, outputs=outputs)
             return outputs
         if self._masks:
             self._masks.wait(_MASK_WAIT_S)
@@ -273,7 +282,7 @@ class Engine:
         self._inflight.clear()
         self._arrived_s.clear()
         self._queued_s.clear()
-        self.scheduler = Scheduler(self.config, self._cost, self._cache_listener)
+        self.scheduler = self._new_scheduler()
 
     def start_trace(self, num_steps: int | None = None) -> None:
         """Trace this process (rank 0) until `stop_trace`, or for `num_steps` steps, into a file in `profile_dir`.

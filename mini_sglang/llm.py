@@ -22,6 +22,7 @@ from mini_sglang.engine import Engine
 from mini_sglang.errors import FieldError, shorten
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenOutput
 from mini_sglang.sampling_params import MAX_SALT_LENGTH, PRIORITIES, SamplingParams
+from mini_sglang.scheduling.speculation import Proposer
 from mini_sglang.text.conversation import is_list, template_messages, template_tools
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.template_format import format_of
@@ -61,6 +62,8 @@ class _Running:
 class LLM:
     """A model to generate with. `fields` are those of `EngineConfig`; a wrong one is a TypeError or ValueError.
 
+    With `speculative`, tokens may be drafted by a `proposer` of one's own.
+
         with LLM("smollm2-135m", dtype="float32") as llm:
             [output] = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=20))
             print(output.text, output.usage)
@@ -74,11 +77,11 @@ class LLM:
     more, the model is closed.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
+    def __init__(self, model: str = DEFAULT_MODEL, *, proposer: Proposer | None = None, **fields: Any) -> None:
         config = EngineConfig(model=model, **fields)
         source = find_model(config)
         self.tokenizer: Tokenizer = load_tokenizer(source)
-        self.engine = Engine(config, self.tokenizer, source=source)
+        self.engine = Engine(config, self.tokenizer, source=source, proposer=proposer)
         self._running: dict[str, _Running] = {}
         self._left: deque[str] = deque()  # requests whose call is over, which must end if they have not
         self._next_id = itertools.count()

@@ -43,6 +43,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     page_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_drafted: int = 0  # of the computed tokens, the last ones, which a launched step verifies
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache when first admitted
     was_admitted: bool = False  # has run before; WAITING then means preempted
     last_step: int = 0  # number of the last launched step that contains this request
@@ -70,6 +71,8 @@ class Request:
     @property
     def may_sample(self) -> bool:
         """Whether all is known that the next token depends on: a constrained one has to wait for its mask."""
+        if self.num_drafted:  # how many of them stay decides where it goes on
+            return False
         return not self.is_constrained or self.mask_position == self.num_tokens
 
     @property

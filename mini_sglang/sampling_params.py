@@ -78,6 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_constrained(self) -> bool:
         return self.grammar_field is not None
 
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
     def validate(self, vocab_size: int | None = None) -> None:
         """Raise FieldError for the first field whose value is of the wrong type or out of range.
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from mini_sglang.cli import main
-from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.config import EngineConfig
 from mini_sglang.execution import worker_main
 from mini_sglang.execution.executor import Executor
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.weights.hub import ModelSource
 from tests.tiny import Checkpoints
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "mini_sglang"
 # Each part may import what its line names, and itself.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"text.notations"},
+    "config": set(),
     "options": {"config"},
     "sampling_params": {"errors"},
     "outputs": {"errors"},
@@ -115,7 +115,17 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     "turns": set(),
-    "llm": {"config", "engine", "errors", "outputs", "sampling_params", "text", "turns", "weights"},
+    "llm": {
+        "config",
+        "engine",
+        "errors",
+        "outputs",
+        "sampling_params",
+        "scheduling.speculation",
+        "text",
+        "turns",
+        "weights",
+    },
     "verify": {"config", "llm", "model_config", "sampling_params", "text.tokenizer", "weights"},
     "quantize": {"weights"},
     "chat": {"llm", "outputs", "sampling_params"},
@@ -180,6 +190,7 @@ ALLOWED: dict[str, set[str]] = {
         "ray_serve.combined",
         "ray_serve.in_process",
         "server.app",
+        "server.config",
     },
     "ray_serve.ingress": {
         "ray_serve.combined",
@@ -190,7 +201,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.anthropic.format",
         "server.errors",
     },
-    "deploy": {"config", "options", "ray_serve", "server.context", "server.run"},
+    "deploy": {"config", "options", "ray_serve", "server.config", "server.context", "server.run"},
     "learn": {"llm", "options", "sampling_params", "weights"},
     "cli": {
         "bench",

@@ -469,7 +469,7 @@ def test_salts_keep_prefixes_apart(llm: LLM) -> None:
 
 
 def test_smaller_priorities_run_first(checkpoints: Checkpoints) -> None:
-    settings = {"num_pages": 16, "num_threads": 1, "max_running_requests": 1, "schedule": "priority"}
+    settings: dict[str, Any] = {"num_pages": 16, "num_threads": 1, "max_running_requests": 1, "schedule": "priority"}
     with LLM(str(checkpoints.write("llama").path), **settings) as other:
         outputs = other.generate([[5, 6]] * 3, greedy(4), priority=[2, -1, 1], progress=False)
         last = [output.new_token_times[-1] for output in outputs]

@@ -11,7 +11,7 @@ import torch
 from mini_sglang.attention.base import AttentionMetadata
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.reference import ReferenceBackend
-from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
+from mini_sglang.execution.request_table import RequestTable, sampled_from, spread
 from mini_sglang.learn.checking import expect, expect_close, guards
 from mini_sglang.scheduling.batch import Row
 
@@ -53,7 +53,7 @@ def test_a_step_is_spread_over_its_tokens() -> None:
 def test_logits_are_those_of_the_last_token_of_each_row() -> None:
     rows = [Row(1, 5, 1, True), Row(0, 0, 3, True), Row(2, 4, 2, True)]
     expect(
-        last_tokens_of_sampling_rows(rows),
+        sampled_from(rows),
         [0, 3, 5],
         "last tokens of rows of 1, 3 and 2 tokens",
         invariant="a token's logits say what comes after it",
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_last_token_of_each_row() -> None:
 def test_a_row_in_the_middle_of_its_prompt_counts_and_is_silent() -> None:
     rows = [Row(1, 5, 1, True), Row(0, 0, 3, False), Row(2, 4, 2, True)]
     expect(
-        last_tokens_of_sampling_rows(rows),
+        sampled_from(rows),
         [0, 5],
         "last tokens of the rows that sample, of rows of 1, 3 (silent) and 2 tokens",
         read="L3: The metadata",

@@ -148,6 +148,7 @@ class ListeningObserver(EngineObserver):
         device_us: int | None = None,
         predicted_us: int | None = None,
         error: str | None = None,
+        outputs: StepOutputs | None = None,
     ) -> None:
         self.heard.append(f"read {batch.step}, {device_us} us")
 

@@ -116,7 +116,7 @@ class History:
         for chunk in step.chunks:
             self._take_chunk(timed, chunk)
         for name in self._decode_ids:
-            self._take_row(timed, name, 1, "decode", samples=True)
+            self._take_row(timed, name, 1, "decode", samples=1)
         self._read_us = timed.end_us
 
     def _take_chunk(self, timed: TimedStep, chunk: Chunk) -> None:
@@ -124,16 +124,18 @@ class History:
         if life.started_us is None:
             life.started_us, life.cached_tokens = timed.step.at_us, chunk.start
         kind: SpanKind = "again" if life.preempted_us else "prompt"
-        if chunk.count == 1 and chunk.samples and chunk.start >= life.prompt_tokens:
-            kind = "decode"  # of a request resumed after a preemption with all but its last token cached
-        self._take_row(timed, chunk.request_id, chunk.count, kind, samples=chunk.samples)
+        if chunk.count - chunk.drafted == 1 and chunk.samples and chunk.start >= life.prompt_tokens:
+            kind = (
+                "decode"  # with drafts, or of a request resumed after a preemption with all but its last token cached
+            )
+        self._take_row(timed, chunk.request_id, chunk.count, kind, samples=chunk.samples + chunk.accepted)
 
-    def _take_row(self, timed: TimedStep, name: str, count: int, kind: SpanKind, *, samples: bool) -> None:
+    def _take_row(self, timed: TimedStep, name: str, count: int, kind: SpanKind, *, samples: int) -> None:
         life = self._by_id[name]
         if life.ended_us is not None or timed.step.error is not None:  # what is computed is dropped
             return
         if samples:
-            life.tokens += 1
+            life.tokens += samples
             life.last_token_us = timed.end_us
             if life.first_token_us is None:
                 life.first_token_us = timed.end_us

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mini_sglang.execution.request_table import RequestTable
-from mini_sglang.execution.sampler import Sampled, TorchSampler, is_penalised, needs_torch_sampler
+from mini_sglang.execution.sampler import Sampled, TorchSampler, needs_torch_sampler
 from mini_sglang.kernels.triton.sampling import PROMPT, SlotState, sample_slots
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch
@@ -55,7 +55,7 @@ class DeviceSampler:
         for new, params in zip(new_requests, drawn, strict=True):
             wants_more = needs_torch_sampler(new.params) or new.params.logprobs is not None
             (self._to_complete.add if wants_more else self._to_complete.discard)(new.slot)
-            if is_penalised(params):
+            if params.is_penalised:
                 self._count(new)
 
     def sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:

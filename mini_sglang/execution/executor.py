@@ -13,7 +13,7 @@ import torch
 from mini_sglang.config import EngineConfig, ResolvedConfig
 from mini_sglang.execution.resolve import resolve
 from mini_sglang.execution.sampler import Sampled
-from mini_sglang.execution.worker import Worker
+from mini_sglang.execution.worker import Worker, most_samples
 from mini_sglang.parallel.tensor_parallel import SINGLE, RankError
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.weights.hub import ModelSource, find_model
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # it needs ZeroMQ
 class _HostBuffer:
     """Pinned memory that a step's tokens are copied to, and the event behind the copy. Reused once it was read."""
 
-    token_ids: torch.Tensor  # [max_running_requests] int64, pinned; unused if the step writes to the host by itself
+    token_ids: torch.Tensor  # [most samples of a step] int64, pinned; unused if the step writes to the host by itself
     arrived: torch.cuda.Event
     started: torch.cuda.Event | None  # recorded before the step, where steps are timed
 
@@ -149,7 +149,8 @@ class Executor:
             host_buffer = self._free_buffers.pop()
         else:
             timed = self.config.step_log is not None
-            token_ids = torch.empty(self.config.max_running_requests, dtype=torch.int64, pin_memory=True)
+            most = most_samples(self.config, self.config.max_running_requests)
+            token_ids = torch.empty(most, dtype=torch.int64, pin_memory=True)
             started = torch.cuda.Event(enable_timing=True) if timed else None
             host_buffer = _HostBuffer(token_ids, torch.cuda.Event(enable_timing=timed), started)
         if host_buffer.started is not None:

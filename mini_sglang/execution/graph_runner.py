@@ -11,6 +11,7 @@ import torch
 from mini_sglang.attention.select import GraphBackends
 from mini_sglang.execution.cuda_graph import DecodeGraphs, GraphStep, graph_sizes
 from mini_sglang.execution.device_sampler import DeviceSampler
+from mini_sglang.execution.drafts import accept, draws
 from mini_sglang.execution.model_runner import ModelRunner
 from mini_sglang.execution.pinned_ring import PinnedRing
 from mini_sglang.execution.prefill_graph import (
@@ -34,14 +35,20 @@ class GraphRunner:
 
     @torch.inference_mode()
     def __init__(
-        self, eager: ModelRunner, sampler: DeviceSampler, backends: GraphBackends, max_rows: int, max_tokens: int
+        self,
+        eager: ModelRunner,
+        sampler: DeviceSampler,
+        backends: GraphBackends,
+        max_rows: int,
+        max_tokens: int,
+        most_samples: int,
     ) -> None:
         self._eager, self._sampler, self._table = eager, sampler, eager.table
         memory = torch.cuda.graph_pool_handle()
-        steps = GraphSteps(eager, sampler, backends, max_rows)
+        steps = GraphSteps(eager, sampler, backends, max(max_rows, most_samples))
         self._prefills: list[PrefillGraphs] = []
         if backends.prefill is not None:
-            inputs = packed_inputs(self._table, backends.prefill, max_rows, max_tokens)
+            inputs = packed_inputs(self._table, backends.prefill, max_rows, max_tokens, most_samples)
             self._prefills = prefill_graphs(steps.prefill, inputs, max_tokens, memory)
         ring = PinnedRing(self._table.page_table, max_rows)
         self._decodes = DecodeGraphs(steps.decode, ring, self._table.idle_slot, memory)
@@ -55,9 +62,12 @@ class GraphRunner:
         self._table.write_pages(pages)
         graphs = next((graphs for graphs in self._prefills if graphs.fits(rows)), None)
         if graphs is None or self._table.ask_prompt_logprobs(rows):
-            return self._eager.compute(rows)
+            return self._eager.compute(batch)
         step = graphs.replay(rows)
-        return self._sampler.complete([row for row in rows if row.samples], step.token_ids, step.logits)
+        sampled = self._sampler.complete(draws(rows), step.token_ids, step.logits)
+        if batch.drafts:
+            accept(self._table, batch, sampled.token_ids)
+        return sampled
 
     def _decode(self, rows: list[Row], pages: dict[int, int]) -> Sampled:
         if len(pages) > self._decodes.max_rows:  # requests with equal answers have changed over to each other's pages
@@ -73,10 +83,10 @@ class GraphSteps:
     Logits of all of them go into the first rows of one tensor: what each graph keeps for itself adds up.
     """
 
-    def __init__(self, eager: ModelRunner, sampler: DeviceSampler, backends: GraphBackends, max_rows: int) -> None:
+    def __init__(self, eager: ModelRunner, sampler: DeviceSampler, backends: GraphBackends, most_samples: int) -> None:
         self._model, self._table, self._sampler = eager.model, eager.table, sampler
         self._backend = backends.decode
-        self.logits = eager.model.empty_logits(max_rows)
+        self.logits = eager.model.empty_logits(most_samples)
 
     def prefill(self, inputs: PrefillInputs) -> GraphStep:
         """Compute any step, and append what its rows sample."""
@@ -103,6 +113,7 @@ def launch_all(
     prompts: list[int],
     max_rows: int,
     max_tokens: int,
+    most_samples: int,
 ) -> None:
     """Launch the kernels of prompts of these lengths, of sampling, and of what a GraphRunner captures, if there is one.
 
@@ -110,7 +121,7 @@ def launch_all(
     """
     logits = eager.model.empty_logits(max(1, max_rows))
     slots = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    batches = [eager.forward_batch([Row(slot=0, start=0, count=count, samples=True)]) for count in prompts]
+    batches = [eager.forward_batch([Row(slot=0, start=0, count=count, samples=1)]) for count in prompts]
     square = torch.zeros(16, 16, dtype=logits.dtype, device=logits.device)
     torch.mm(square, square)  # cuBLAS cannot be set up within a capture
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):  # kernels may be loaded in it
@@ -118,15 +129,21 @@ def launch_all(
         for batch in batches:
             eager.model(batch)
         if backends is not None:
-            _launch_graphs(GraphSteps(eager, sampler, backends, max_rows), eager, backends, slots, max_tokens)
+            steps = GraphSteps(eager, sampler, backends, most_samples)
+            _launch_graphs(steps, eager, backends, slots, max_tokens, most_samples)
 
 
 def _launch_graphs(
-    steps: GraphSteps, eager: ModelRunner, backends: GraphBackends, slots: torch.Tensor, max_tokens: int
+    steps: GraphSteps,
+    eager: ModelRunner,
+    backends: GraphBackends,
+    slots: torch.Tensor,
+    max_tokens: int,
+    most_samples: int,
 ) -> None:
     ring = PinnedRing(eager.table.page_table, len(slots))
     if backends.prefill is not None:
-        for inputs in packed_inputs(eager.table, backends.prefill, len(slots), max_tokens):
+        for inputs in packed_inputs(eager.table, backends.prefill, len(slots), max_tokens, most_samples):
             for size in _some_of(prefill_sizes(max_tokens)):
                 steps.prefill(inputs.of_size(size))
     ring.take()

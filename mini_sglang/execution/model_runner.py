@@ -13,6 +13,7 @@ import torch
 
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends
+from mini_sglang.execution.drafts import accept, draws, write_drafts
 from mini_sglang.execution.prompt_logprobs import asked_of, look_up_prompts
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import NOTHING_SAMPLED, Sampled
@@ -55,31 +56,35 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch) -> Sampled:
         """Compute the batch's rows, and sample those that reach the end of their known tokens."""
         self.table.write_pages(self.take(batch))
-        return self.compute(batch.rows)
+        return self.compute(batch)
 
     def take(self, batch: ScheduledBatch) -> dict[int, int]:
         """Take in what the batch brings beside rows; returns the new pages, by their place in the flat page table."""
         self.table.take(batch.new_requests)
+        if batch.drafts:
+            write_drafts(self.table, batch)
         self._sampler.take(batch)
         self._pool.copy_pages(batch.page_copies)
         return self.table.places_of(batch.new_pages)
 
-    def compute(self, rows: list[Row]) -> Sampled:
-        """Compute rows whose requests and pages are in the table."""
-        sampling = [row for row in rows if row.samples]
+    def compute(self, batch: ScheduledBatch) -> Sampled:
+        """Compute a batch whose requests and pages are in the table."""
+        rows = batch.rows
+        sampling = draws(rows) if batch.drafts else [row for row in rows if row.samples]
         asked = asked_of(rows, self.table) if self.table.ask_prompt_logprobs(rows) else []
-        batch = self.forward_batch(rows, [index for part in asked for index in part.indices])
-        hidden = self.model.hidden(batch)
+        hidden = self.model.hidden(self.forward_batch(rows, [index for part in asked for index in part.indices]))
         sampled = NOTHING_SAMPLED
         if sampling:
             sampled = self._sampler.sample(sampling, self.model.logits(hidden[: len(sampling)]))
+        if batch.drafts:
+            accept(self.table, batch, sampled.token_ids)
         if asked:
             found = look_up_prompts(asked, hidden[len(sampling) :], self.model.logits, self.table)
             sampled = replace(sampled, prompt_logprobs=found)
         return sampled
 
     def forward_batch(self, rows: list[Row], also_wanted: Sequence[int] = ()) -> ForwardBatch:
-        """The tensors of a step; logits are wanted of rows that sample, and of the tokens `also_wanted` behind them."""
+        """The tensors of a step; logits are wanted where it samples, and of the tokens `also_wanted` behind them."""
         inputs = self.table.expand(rows)
         logits_indices = inputs.logits_indices
         if also_wanted:

@@ -18,7 +18,8 @@ import torch
 from mini_sglang.attention.base import PrefillGraphBackend
 from mini_sglang.attention.kv_pool import staged
 from mini_sglang.execution.cuda_graph import GraphStep, StepGraphs
-from mini_sglang.execution.request_table import RequestTable, last_tokens_of_sampling_rows, spread
+from mini_sglang.execution.drafts import draws
+from mini_sglang.execution.request_table import RequestTable, sampled_from, spread
 from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.scheduling.batch import Row
 
@@ -27,10 +28,10 @@ _LARGE = 2048  # tokens; attention is a small part of smaller steps, so they hav
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """The inputs of one captured step, of which at most R rows sample."""
+    """The inputs of one captured step, which samples at most R tokens."""
 
     forward: ForwardBatch
-    slots: torch.Tensor  # [R] int64: those of the rows that sample, padded with the idle slot
+    slots: torch.Tensor  # [R] int64: those whose tokens are sampled, padded with the idle slot
     positions: torch.Tensor  # [R] int32: those of the tokens that are sampled
 
 
@@ -60,11 +61,13 @@ class PrefillGraphs:
         tokens = sum(row.count for row in rows)
         if len(rows) > self._inputs.max_rows or tokens > self._graphs.sizes[-1]:
             return False
+        if sum(row.samples for row in rows) > self._inputs.max_samples(self._graphs.size_for(tokens)):
+            return False
         longest = max((row.start + row.count for row in rows if row.count > 1), default=0)
         return tokens <= _LARGE or self._inputs.long or longest <= self._inputs.backend.short_context
 
     def replay(self, rows: list[Row]) -> GraphStep:
-        """Run one step that `fits`. The result has one entry for each row that samples."""
+        """Run one step that `fits`. The result has one entry for each token that is sampled."""
         size = self._graphs.size_for(sum(row.count for row in rows))
         self._inputs.send(rows, size)
         return self._graphs.replay(size, sum(row.samples for row in rows))
@@ -73,40 +76,54 @@ class PrefillGraphs:
 class PackedInputs:
     """The rows of a step as one list of integers on the device, from which the step's tensors are computed there.
 
-    The list has slot, start and count of each row, then slot, position and last token of each row that samples, then
-    the tiles of prefill attention, which suit long contexts if they are `long`.
+    The list has slot, start and count of each row, then of each token that is sampled its slot, its position and the
+    token before it, then the tiles of prefill attention, which suit long contexts if they are `long`.
     """
 
     def __init__(
-        self, table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int, *, long: bool = False
+        self,
+        table: RequestTable,
+        backend: PrefillGraphBackend,
+        max_rows: int,
+        max_tokens: int,
+        most_samples: int,
+        *,
+        long: bool = False,
     ) -> None:
         self.backend, self.max_rows, self.long = backend, max_rows, long
-        self._table = table
+        self._table, self._most_samples = table, most_samples
         tiles = backend.max_prefill_tiles(max_rows, max_tokens, long=long)
-        self._packed = torch.zeros(6 * max_rows + 3 + tiles, dtype=torch.int64, device=table.tokens.device)
+        length = 3 * (max_rows + 1) + 3 * most_samples + tiles
+        self._packed = torch.zeros(length, dtype=torch.int64, device=table.tokens.device)
+
+    def max_samples(self, size: int) -> int:
+        """The most tokens that a step of `size` tokens samples: all of them, but for steps that are mostly prompts."""
+        return min(size, self._most_samples if size <= _LARGE else self.max_rows)
 
     def send(self, rows: list[Row], size: int) -> None:
         """Send the rows of the next step, padded to `size` tokens."""
         idle, spare = self._table.idle_slot, self.max_rows - len(rows)
         starts, counts = [row.start for row in rows], [row.count for row in rows]
-        sampling = [row for row in rows if row.samples]
+        sampling = draws(rows)
+        spare_samples = self.max_samples(size) - len(sampling)
         packed = [row.slot for row in rows] + [idle] * (spare + 1)
         packed += starts + [0] * (spare + 1)
         packed += counts + [0] * spare + [size - sum(counts)]
-        spare = self.max_rows - len(sampling)
-        packed += [row.slot for row in sampling] + [idle] * spare
-        packed += [row.start + row.count for row in sampling] + [0] * spare
-        packed += last_tokens_of_sampling_rows(rows) + [0] * spare
+        packed += [row.slot for row in sampling] + [idle] * spare_samples
+        packed += [row.start + row.count for row in sampling] + [0] * spare_samples
+        packed += sampled_from(rows) + [0] * spare_samples
         tiles = self.backend.max_prefill_tiles(self.max_rows, size, long=self.long)
         packed += self.backend.prefill_tiles(starts, counts, tiles, idle_row=self.max_rows, long=self.long)
         self._packed[: len(packed)].copy_(staged(packed, self._packed.device), non_blocking=True)
 
     def of_size(self, size: int) -> PrefillInputs:
         """Compute the tensors of a step of `size` tokens from the list, and advance its rows in the table."""
-        table, rows = self._table, self.max_rows
-        per_row, per_sample = self._packed[: 3 * (rows + 1)], self._packed[3 * (rows + 1) : 6 * rows + 3]
+        table, rows, samples = self._table, self.max_rows, self.max_samples(size)
+        number_of_tiles = self.backend.max_prefill_tiles(rows, size, long=self.long)
+        lengths = [3 * (rows + 1), 3 * samples, number_of_tiles]
+        per_row, per_sample, tiles = self._packed[: sum(lengths)].split(lengths)
         slots, starts, counts = per_row.view(3, rows + 1)
-        sampling_slots, sampling_positions, logits_indices = per_sample.view(3, rows)
+        sampling_slots, sampling_positions, logits_indices = per_sample.view(3, samples)
         slot_of_token, positions = spread(slots, starts, counts, size)
         positions = torch.where(slot_of_token == table.idle_slot, 0, positions)
         table.num_computed[slots] = torch.where(slots == table.idle_slot, 0, starts + counts)
@@ -115,7 +132,7 @@ class PackedInputs:
             table.cells(slot_of_token, positions),
             starts,
             counts,
-            self._packed[6 * rows + 3 :][: self.backend.max_prefill_tiles(rows, size, long=self.long)],
+            tiles,
             long=self.long,
         )
         input_ids = table.tokens[slot_of_token, positions]
@@ -125,11 +142,11 @@ class PackedInputs:
 
 
 def packed_inputs(
-    table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int
+    table: RequestTable, backend: PrefillGraphBackend, max_rows: int, max_tokens: int, most_samples: int
 ) -> list[PackedInputs]:
     """Inputs in tiles for short contexts, and in those for long ones where they differ."""
     kinds = (False, True) if backend.short_context < sys.maxsize else (False,)
-    return [PackedInputs(table, backend, max_rows, max_tokens, long=long) for long in kinds]
+    return [PackedInputs(table, backend, max_rows, max_tokens, most_samples, long=long) for long in kinds]
 
 
 def prefill_sizes(max_tokens: int) -> list[int]:

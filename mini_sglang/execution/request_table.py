@@ -18,11 +18,11 @@ from mini_sglang.scheduling.batch import NewPages, NewRequest, Row
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step, expanded. R rows, T tokens in row order, S rows that sample."""
+    """One step, expanded. R rows, T tokens in row order, S tokens to sample."""
 
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
-    logits_indices: torch.Tensor  # [S] int64: index among the T tokens of each sampling row's last token
+    logits_indices: torch.Tensor  # [S] int64: index among the T tokens of each whose successor is sampled
     attention: AttentionMetadata
 
 
@@ -105,7 +105,7 @@ class RequestTable:
         return StepInputs(
             input_ids=self.tokens[slots, positions],
             positions=positions,
-            logits_indices=self.send(last_tokens_of_sampling_rows(rows), torch.int64),
+            logits_indices=self.send(sampled_from(rows), torch.int64),
             attention=AttentionMetadata(
                 starts=starts,
                 counts=counts,
@@ -137,11 +137,11 @@ def spread(
     return slots[row_of_token], positions
 
 
-def last_tokens_of_sampling_rows(rows: list[Row]) -> list[int]:
-    """Indices among the step's tokens of the last token of each row that samples."""
-    indices, end = [], 0
+def sampled_from(rows: list[Row]) -> list[int]:
+    """Indices among the step's tokens of those whose successors are sampled."""
+    indices: list[int] = []
+    end = 0
     for row in rows:
         end += row.count
-        if row.samples:
-            indices.append(end - 1)
+        indices += range(end - row.samples, end)
     return indices

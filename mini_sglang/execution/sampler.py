@@ -166,12 +166,8 @@ def _holds_back(params: SamplingParams) -> bool:
     return params.min_tokens > 0 and not (params.ignore_eos and not params.stop_token_ids)
 
 
-def is_penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
-
-
 def _changes_logits(params: SamplingParams) -> bool:
-    return needs_torch_sampler(params) or is_penalised(params)
+    return needs_torch_sampler(params) or params.is_penalised
 
 
 def _filters(params: SamplingParams) -> bool:

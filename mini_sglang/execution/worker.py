@@ -31,7 +31,7 @@ from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel.tensor_parallel import TensorParallel
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewPages, NewRequest, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import MOST_VERIFIED, NewPages, NewRequest, Row, ScheduledBatch
 from mini_sglang.scheduling.step_cost import StepCost
 from mini_sglang.weights.dummy import load_dummy_weights
 from mini_sglang.weights.hub import ModelSource
@@ -98,7 +98,8 @@ class Worker:
             self.num_pages = parallel.minimum(self._fitting_pages(model)) if fit_pages else config.num_pages
             check()
             self.runner = self._warmed_up(self._make_eager(model, self.num_pages))
-            self.step_cost = self._measured_cost(slots.values()) if config.max_step_ms else None
+            needs_cost = config.max_step_ms or config.speculative != "none"
+            self.step_cost = self._measured_cost(slots.values()) if needs_cost else None
         parallel.barrier()
         check()
 
@@ -123,7 +124,8 @@ class Worker:
             if eager.sampler is not None:
                 graphs = graph_backends(eager.backends) if max_rows else None
                 prompts = [tokens, min(16, tokens), 1]
-                launch_all(eager.runner, eager.sampler, graphs, prompts, max_rows, self.config.max_prefill_tokens)
+                most, budget = most_samples(self.config, max_rows), self.config.max_prefill_tokens
+                launch_all(eager.runner, eager.sampler, graphs, prompts, max_rows, budget, most)
         del eager, model
         torch.cuda.empty_cache()
         return precompiled
@@ -171,7 +173,8 @@ class Worker:
         eager.runner.run(self._prefill_step(tokens))
         rows_per_step = -(-config.max_prefill_tokens // tokens)  # the budget may hold several whole contexts
         step_bytes = (torch.cuda.max_memory_allocated(self._device) - before) * rows_per_step
-        logit_bytes = self.model_config.vocab_size * config.cuda_graph_max_bs * self._dtype.itemsize  # of graphs
+        logits = self.model_config.vocab_size * most_samples(config, config.cuda_graph_max_bs)
+        logit_bytes = logits * self._dtype.itemsize  # of graphs
         if config.cuda_graph_max_bs and graph_backends(eager.backends).prefill is not None:
             step_bytes *= 2  # a full step's graph has memory of its own
         step_bytes += 3 * 4 * config.max_running_requests * self.model_config.vocab_size  # sampling in float32
@@ -202,7 +205,8 @@ class Worker:
         from mini_sglang.execution.graph_runner import GraphRunner  # Triton: only where there is a GPU
 
         graphs, config = graph_backends(eager.backends), self.config
-        return GraphRunner(runner, eager.sampler, graphs, config.cuda_graph_max_bs, config.max_prefill_tokens)
+        rows, tokens = config.cuda_graph_max_bs, config.max_prefill_tokens
+        return GraphRunner(runner, eager.sampler, graphs, rows, tokens, most_samples(config, rows))
 
     def _measured_cost(self, weights: Iterable[WeightSlot]) -> StepCost:
         """What steps take, by two prompts: a short one, which takes what any step takes, and a longer one.
@@ -238,7 +242,7 @@ class Worker:
         """A step that computes a prompt of zeros in slot 0, on the first pages."""
         return ScheduledBatch(
             step=0,
-            rows=[Row(slot=0, start=0, count=tokens, samples=True)],
+            rows=[Row(slot=0, start=0, count=tokens, samples=1)],
             new_requests=[NewRequest(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
             new_pages=[NewPages(slot=0, first_index=0, page_ids=list(range(self._pages(tokens))))],
             page_copies=[],
@@ -246,6 +250,13 @@ class Worker:
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)
+
+
+def most_samples(config: ResolvedConfig, rows: int) -> int:
+    """The most tokens that a step of `rows` rows samples: one for each, and as many as drafts can have."""
+    if config.speculative == "none":
+        return rows
+    return max(rows, min(MOST_VERIFIED, rows * (1 + config.speculative_tokens)))
 
 
 @contextmanager

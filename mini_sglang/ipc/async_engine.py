@@ -31,7 +31,7 @@ from mini_sglang.ipc import messages
 from mini_sglang.ipc.launch import LaunchedEngine, kill, launch
 from mini_sglang.outputs import FinishReason, RequestOutput, StepOutputs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.scheduling.stats import SchedulerStats
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer, load_tokenizer
 from mini_sglang.weights.hub import ModelSource, find_model

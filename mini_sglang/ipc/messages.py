@@ -11,7 +11,7 @@ import msgspec
 from mini_sglang.config import EngineConfig
 from mini_sglang.outputs import FinishReason, StepOutputs
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.scheduling.stats import SchedulerStats
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

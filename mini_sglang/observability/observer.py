@@ -14,7 +14,7 @@ from typing import Literal
 
 from mini_sglang.observability.profiler import Tracer
 from mini_sglang.observability.step_log import Arrived, Chunk, Ended, Header, Step, StepLog
-from mini_sglang.outputs import FinishReason, TokenOutput
+from mini_sglang.outputs import FinishReason, StepOutputs, TokenOutput
 from mini_sglang.scheduling.batch import ScheduledBatch
 from mini_sglang.scheduling.scheduler import Scheduler
 
@@ -103,7 +103,8 @@ class EngineObserver:
             if is_decode and request.request_id not in admitted:
                 decode_ids.append(request.request_id)
             else:
-                step.chunks.append(Chunk(request.request_id, row.start, row.count, row.samples))
+                drafted = max(row.samples - 1, 0)
+                step.chunks.append(Chunk(request.request_id, row.start, row.count, row.samples > 0, drafted))
         step.decodes, step.tokens = len(decode_ids), launched.batch.num_tokens
         step.decode_ids = tuple(decode_ids)
         step.preempted = launched.preempted
@@ -117,11 +118,16 @@ class EngineObserver:
         device_us: int | None = None,
         predicted_us: int | None = None,
         error: str | None = None,
+        outputs: StepOutputs | None = None,
     ) -> None:
-        """The result of a launched step has been read, or the step has failed with `error`."""
+        """The result of a launched step has been read, and gave `outputs`; or the step has failed with `error`."""
         step = self._unread.pop(batch.step, None)
         if step is None:  # launched before there was a trace
             return
+        if batch.drafts and outputs is not None:
+            gained = {output.request_id: len(output.token_ids) for output in outputs.others}
+            for chunk in step.chunks:
+                chunk.accepted = gained.get(chunk.request_id, 1) - 1 if chunk.drafted else 0
         if self._log is not None:
             step.read_us, step.device_us, step.predicted_us, step.error = self.now_us(), device_us, predicted_us, error
             if step.decode_ids == self._decode_ids:

@@ -47,12 +47,14 @@ class Ended(msgspec.Struct, kw_only=True, tag="ended", tag_field="kind"):
 
 
 class Chunk(msgspec.Struct, array_like=True):
-    """A row that is not one of `decodes`: part of a prompt, or of an answer computed again after a preemption."""
+    """A row that is not one of `decodes`: part of a prompt or of an answer computed again, or a token and drafts."""
 
     request_id: str
     start: int  # the first of its tokens that the step computes; the cached ones are before it
     count: int
     samples: bool  # the step computes the last known token, and samples the next
+    drafted: int = 0  # of `count`: tokens behind the last known one, which are verified
+    accepted: int = 0  # of these: tokens that became part of the answer
 
 
 class Step(msgspec.Struct, kw_only=True, tag="step", tag_field="kind", omit_defaults=True):

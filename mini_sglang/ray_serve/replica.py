@@ -17,12 +17,13 @@ from collections.abc import AsyncGenerator
 from ray import serve
 from starlette.types import Message
 
-from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.config import EngineConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.ray_serve import in_process
 from mini_sglang.ray_serve.combined import WholeAnswer
 from mini_sglang.ray_serve.in_process import HttpRequest
 from mini_sglang.server.app import create_app
+from mini_sglang.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ import msgspec
 from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.sampling_params import SamplingParams
 
+MOST_VERIFIED = 768  # tokens that a step samples if any of them are drafted: CUDA graphs have room for as many
+
 
 class NewRequest(msgspec.Struct, frozen=True):
     """A request that takes `slot` with this step, new or resumed. It replaces the slot's former request."""
@@ -32,12 +34,15 @@ class NewPages(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Compute tokens `start` to `start + count - 1` of the request in `slot`; sample the next one if `samples`."""
+    """Compute tokens `start` to `start + count - 1` of the request in `slot`; sample a successor of the last `samples`.
+
+    That is 0 within a prompt, 1 for the next token, and k more where the last k tokens of the row are drafted.
+    """
 
     slot: int
     start: int
     count: int
-    samples: bool
+    samples: int
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True):
@@ -52,6 +57,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
     masks: dict[int, bytes] = {}  # by slot, of every row that samples under a grammar: one bit per token, 1 is allowed
+    drafts: dict[int, list[int]] = {}  # by slot, of every row that verifies: its last tokens, which nobody sampled
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +70,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step sampled, one entry for each row with `samples`, in row order."""
+    """What a step sampled: `samples` entries for each row, in row order."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]

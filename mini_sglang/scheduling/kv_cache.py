@@ -172,6 +172,12 @@ class KVCacheManager:
         self._send_pages(request, first, pages)
         return True
 
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Take back the pages behind a request's first `num_tokens` tokens, which hold nothing that was published."""
+        kept = self.pages_for(num_tokens)
+        self._allocator.release(reversed(request.page_ids[kept:]))
+        del request.page_ids[kept:]
+
     def _allocate(self, count: int) -> list[int]:
         missing = count - self._allocator.num_free
         if missing > 0:

@@ -25,35 +25,12 @@ from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepRe
 from mini_sglang.scheduling.kv_cache import CacheListener, KVCacheManager
 from mini_sglang.scheduling.policy import EXPECTED_OUTPUT_WEIGHT, FIRST_EXPECTED_OUTPUT, POLICIES
 from mini_sglang.scheduling.radix_cache import Match, common_prefix
+from mini_sglang.scheduling.speculation import Drafts, Gate, Plan, add_run, plan_drafts, verify
+from mini_sglang.scheduling.stats import STEP_SIZES, SchedulerStats
 from mini_sglang.scheduling.step_cost import PromptBudget, StepCost, Work
 
 WORTH_SEARCHING = 16  # tokens that a step must have left to look for a short prompt behind longer ones
 WORTH_WAITING = 16  # a waiting request holds back while another one computes this many of its first tokens
-
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # in tokens, to count steps by
-
-Plan = dict[Request, int]  # number of tokens that the step computes of each request, in row order
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of this moment (the first seven) and counters since the start."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int  # of those that wait; some may be cached
-    num_pages: int
-    num_free_pages: int
-    num_cached_pages: int  # in the prefix cache, held by no request
-    num_used_pages: int  # held by requests
-    num_prompt_tokens: int  # of admitted requests
-    num_cached_tokens: int  # those of them that the prefix cache had
-    num_generated_tokens: int
-    num_preemptions: int
-    num_finished: int
-    num_aborted: int
-    num_steps: int
-    num_step_tokens: int  # that the steps computed, once more after a preemption
-    step_sizes: list[int]  # steps of at most each of STEP_SIZES, but more than the one before; then of more than all
 
 
 class _Counters(msgspec.Struct):
@@ -97,9 +74,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ResolvedConfig, cost: StepCost | None = None, cache_listener: CacheListener | None = None
+        self,
+        config: ResolvedConfig,
+        cost: StepCost | None = None,
+        cache_listener: CacheListener | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        """`cost` predicts what a step takes; without it `max_step_ms` bounds none. The listener follows the cache."""
+        """`cost` predicts what a step takes; without it `max_step_ms` bounds none. The listener follows the cache.
+
+        Without a gate nothing is drafted.
+        """
         reuse = config.cache == "radix"
         self.kv = KVCacheManager(config.num_pages, config.page_size, reuse=reuse, listener=cache_listener)
         self._page_size = config.page_size
@@ -108,6 +92,7 @@ class Scheduler:
         self._max_prefill_tokens = config.max_prefill_tokens
         self._max_step_us = 1000 * config.max_step_ms
         self._cost = cost if config.max_step_ms else None  # None: steps are not bounded in time
+        self._gate = gate
         self._policy = POLICIES[config.schedule]()
         self._requests: dict[str, Request] = {}  # those that have not ended
         self._waiting: list[Request] = []  # in the policy's order
@@ -224,11 +209,13 @@ class Scheduler:
         if request.slot is not None:
             self.kv.release(request)
             self._free_slots.append(request.slot)
-            request.slot = None
+            request.slot, request.num_drafted = None, 0
         if request.status is RequestStatus.WAITING:
             insort(self._waiting, request, key=self._policy.sort_key)
         else:
             self.kv.forget(request)
+            if self._gate is not None:
+                self._gate.forget(request)
 
     def _is_in_flight(self, request: Request) -> bool:
         """Whether a launched step contains the request."""
@@ -262,7 +249,8 @@ class Scheduler:
         if self._waiting and self._free_slots and enough_pages and not self._is_full and budget.most(0):
             self._admit_waiting(plan, budget, new_requests)
         self._extend_long_prompt(plan, budget)
-        return self._make_batch(plan, new_requests) if plan else None
+        drafts = {} if self._gate is None else plan_drafts(self._gate, self.kv, plan, self._max_prefill_tokens)
+        return self._make_batch(plan, new_requests, drafts) if plan else None
 
     def _budget_beside(self, decodes: Plan, prefilling: list[Request]) -> PromptBudget:
         """What the step has for prompts: where nobody waits for a next token, as long as `max_prefill_tokens` take.
@@ -313,6 +301,8 @@ class Scheduler:
                 prefilling.append(request)
             elif num_tokens >= request.max_num_tokens or not request.may_sample:
                 pass  # its last token, or the mask for the next one, has not arrived yet
+            elif self._gate is not None and num_tokens > request.num_known_tokens and self._gate.is_due(request):
+                pass  # it is worth waiting for its next token, to draft behind it
             elif self._make_room(request, num_tokens, plan):
                 plan[request] = 1
             else:
@@ -419,7 +409,7 @@ class Scheduler:
         ends = sorted(request.stop_ids) if params.min_tokens else []
         return NewRequest(slot, token_ids, len(request.prompt_ids), params, request.seed, ends)
 
-    def _make_batch(self, plan: Plan, new_requests: list[NewRequest]) -> ScheduledBatch:
+    def _make_batch(self, plan: Plan, new_requests: list[NewRequest], drafts: Drafts) -> ScheduledBatch:
         """Turn the plan into a batch. Its tokens count as computed from here on; full prompt pages are published."""
         self._counters.count_step(sum(plan.values()))
         step = self._counters.steps
@@ -428,16 +418,19 @@ class Scheduler:
         for request, count in plan.items():
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             end = request.num_computed_tokens = start + count
-            samples = end == num_tokens
+            samples = end - num_tokens + 1 if end >= num_tokens else 0
+            if samples > 1:
+                request.num_drafted = samples - 1
             assert request.slot is not None
             rows.append(Row(request.slot, start, count, samples))
             if samples and request.is_constrained:
                 masks[request.slot] = request.mask
             request.last_step = step
-            if start < len(request.prompt_ids) or count > 1:
-                self.kv.commit(request, step, tail=samples)
+            if start < len(request.prompt_ids) or (count > 1 and count > samples):
+                self.kv.commit(request, step, tail=samples > 0)
                 self._is_full = False  # a waiting request may begin with what this one computes
-        batch = ScheduledBatch(step, rows, new_requests, new_pages, copies, masks)
+        by_slot = {request.slot: draft for request, draft in drafts.items() if request.slot is not None}
+        batch = ScheduledBatch(step, rows, new_requests, new_pages, copies, masks, by_slot)
         self._unread.append(UnreadStep(batch, list(plan), self._preempted))
         self._preempted = []
         return batch
@@ -471,19 +464,37 @@ class Scheduler:
     def _take_tokens(self, launched: UnreadStep, result: StepResult) -> StepOutputs:
         """Append the sampled tokens to their requests, but for requests that have ended or restart."""
         batch = launched.batch
-        rows = zip(batch.rows, launched.requests, strict=True)
-        sampling = [request for row, request in rows if row.samples]
-        if not len(result.token_ids) == len(result.logprobs) == len(sampling):
-            raise ValueError(f"step {batch.step} samples {len(sampling)} tokens, not {len(result.token_ids)}")
+        num_samples = sum(row.samples for row in batch.rows)
+        if not len(result.token_ids) == len(result.logprobs) == num_samples:
+            raise ValueError(f"step {batch.step} samples {num_samples} tokens, not {len(result.token_ids)}")
         if result.prompt_logprobs:
             for row, request in zip(batch.rows, launched.requests, strict=True):
                 request.prompt_logprobs += result.prompt_logprobs.get(row.slot, ())
         outputs = StepOutputs([], [], [])
-        for request, token_id, logprobs in zip(sampling, result.token_ids, result.logprobs, strict=True):
-            if request.status is not RequestStatus.FINISHED and request not in self._restarting:
-                self._take_token(request, token_id, logprobs, outputs)
+        sampling = [request for row, request in zip(batch.rows, launched.requests, strict=True) if row.samples]
+        if batch.drafts:
+            self._take_runs(launched, result, outputs)
+        else:
+            for request, token_id, logprobs in zip(sampling, result.token_ids, result.logprobs, strict=True):
+                if request.status is not RequestStatus.FINISHED and request not in self._restarting:
+                    self._take_token(request, token_id, logprobs, outputs)
         self._counters.generated_tokens += outputs.num_tokens
         return outputs
+
+    def _take_runs(self, launched: UnreadStep, result: StepResult, outputs: StepOutputs) -> None:
+        """`_take_token` where a request may gain several: up to the first that was not drafted, or ends the answer."""
+        end = 0
+        for row, request in zip(launched.batch.rows, launched.requests, strict=True):
+            begin, end = end, end + row.samples
+            token_ids, gained = result.token_ids[begin:end], []
+            if row.samples > 1:
+                token_ids = verify(request, row.start, launched.batch.drafts[row.slot], token_ids, self._gate)
+                self.kv.shrink(request, request.num_computed_tokens)
+            for token_id, logprobs in zip(token_ids, result.logprobs[begin:end], strict=False):
+                if request.status is not RequestStatus.FINISHED and request not in self._restarting:
+                    gained.append(StepOutputs([], [], []))
+                    self._take_token(request, token_id, logprobs, gained[-1])
+            add_run(outputs, gained)
 
     def _take_token(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None, outputs: StepOutputs
@@ -588,6 +599,7 @@ class Scheduler:
             num_steps=counters.steps,
             num_step_tokens=counters.step_tokens,
             step_sizes=list(counters.step_sizes),
+            drafts=None if self._gate is None else self._gate.stats(),
         )
 
     def flush_cache(self) -> int:
@@ -619,7 +631,8 @@ class Scheduler:
         oldest = self._unread[0].batch.step if self._unread else self._counters.steps + 1
         if max((launched.batch.step for launched in steps), default=oldest - 1) != max(last_step, oldest - 1):
             raise RuntimeError(f"request {request.request_id} is not in step {last_step}, or in a later one too")
-        samples = sum(row.slot == request.slot and row.samples for launched in steps for row in launched.batch.rows)
+        rows = [row for launched in steps for row in launched.batch.rows]
+        samples = sum(row.samples for row in rows if row.slot == request.slot)
         if request.status is RequestStatus.RUNNING and samples != request.num_tokens - known:
             raise RuntimeError(
                 f"request {request.request_id} has computed {request.num_computed_tokens} tokens; {samples} are to come"

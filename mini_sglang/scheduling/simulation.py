@@ -14,7 +14,9 @@ from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs
 from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.radix_cache import common_prefix, token_array
 from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.speculation import Gate
 from mini_sglang.scheduling.step_cost import StepCost
 
 GARBAGE = -1  # fingerprint or token id that a failed step left, and all that was computed from one
@@ -89,6 +91,7 @@ class SimulatedExecutor:
                 raise WrongPageError(f"slot {pages.slot} has {len(table)} pages and gains one at {pages.first_index}")
             table[pages.first_index : pages.first_index + len(pages.page_ids)] = pages.page_ids
         self._copy(batch.page_copies)
+        self._take_drafts(batch)
         # All rows read before any row writes, as if they ran at the same time.
         rows = batch.rows
         sound = [self._read(row) and not fail for row in rows]
@@ -96,8 +99,16 @@ class SimulatedExecutor:
         for row, is_sound in zip(rows, sound, strict=True):
             self._compute(row, written, is_sound)
         pairs = zip(rows, sound, strict=True)
-        sampled = [self._sample(row, is_sound) for row, is_sound in pairs if row.samples]
+        sampled = [token_id for row, is_sound in pairs for token_id in self._sample(row, is_sound)]
         return StepResult(sampled, [None] * len(sampled), {row.slot: self._look_up(row) for row in rows})
+
+    def _take_drafts(self, batch: ScheduledBatch) -> None:
+        for row in batch.rows:
+            slot, draft = self._slot(row.slot), batch.drafts.get(row.slot, [])
+            if len(draft) != max(row.samples - 1, 0):
+                raise WrongPageError(f"{row} verifies {len(draft)} tokens")
+            if draft:
+                slot.tokens[row.start + row.count - len(draft) :] = draft
 
     def _take(self, new: NewRequest) -> None:
         num_asked = 0 if new.params.prompt_logprobs is None else new.num_prompt_tokens
@@ -148,15 +159,19 @@ class SimulatedExecutor:
             written[cell] = row.slot
             self._pages[cell[0]][cell[1]] = slot.fingerprints[position] if is_sound else GARBAGE
 
-    def _sample(self, row: Row, is_sound: bool) -> int:
-        slot = self._slot(row.slot)
-        end = row.start + row.count
+    def _sample(self, row: Row, is_sound: bool) -> list[int]:
+        slot, first = self._slot(row.slot), row.start + row.count - row.samples + 1
+        if not row.samples:
+            return []
         mask = self._masks.get(row.slot)
-        if mask != (mask_for(end) if slot.is_constrained else None):
+        if mask != (mask_for(first) if slot.is_constrained else None):
             raise WrongMaskError(f"{row} samples under the mask {mask!r}")
-        token_id = next_token(slot.fingerprints[end - 1], self._vocab_size) if is_sound else GARBAGE
-        slot.tokens[end:] = [token_id]
-        return token_id
+        computed = slot.fingerprints[first - 1 : first - 1 + row.samples]
+        sampled = [next_token(value, self._vocab_size) if is_sound else GARBAGE for value in computed]
+        kept = common_prefix(token_array(slot.tokens[first:]), token_array(sampled))
+        slot.tokens[first:] = sampled
+        del slot.fingerprints[first + kept :]
+        return sampled
 
 
 class Simulation:
@@ -166,9 +181,14 @@ class Simulation:
     """
 
     def __init__(
-        self, config: ResolvedConfig, vocab_size: int = 3, mask_delay: int = 0, cost: StepCost | None = None
+        self,
+        config: ResolvedConfig,
+        vocab_size: int = 3,
+        mask_delay: int = 0,
+        cost: StepCost | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, cost)
+        self.scheduler = Scheduler(config, cost, gate=gate)
         self.executor = SimulatedExecutor(
             self.scheduler.kv.num_pages, config.page_size, self.scheduler.num_slots, vocab_size
         )

@@ -11,9 +11,9 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from starlette.middleware.cors import CORSMiddleware
 
 import mini_sglang
-from mini_sglang.config import ServerConfig
 from mini_sglang.server import pages
 from mini_sglang.server.anthropic import routes as anthropic_routes
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.context import ServerContext, ServingEngine, context_of
 from mini_sglang.server.errors import ApiError, install_error_handlers
 from mini_sglang.server.intake import PacingMiddleware, PlainRequests

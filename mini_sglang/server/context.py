@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import RequestOutput
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.scheduling.stats import SchedulerStats
 from mini_sglang.server.answers.model_format import ModelFormat
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.errors import ApiError, no_such_model
 from mini_sglang.server.intake import RequestPacer
 from mini_sglang.server.metrics import ServerMetrics

@@ -14,9 +14,9 @@ from typing import cast
 
 import uvicorn
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.ipc.async_engine import AsyncEngine
 from mini_sglang.server.app import create_app
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.intake import Connection, max_connections
 from mini_sglang.server.listener import address_of
 

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER, HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mini_sglang.config import ServerConfig
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.errors import ApiError, error_response
 from mini_sglang.server.request_log import request_id_of
 

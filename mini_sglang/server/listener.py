@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from mini_sglang.config import ServerConfig
+from mini_sglang.server.config import ServerConfig
 
 _BACKLOG = 2048  # connections that wait to be accepted, the same as uvicorn's
 

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from mini_sglang.errors import FieldError
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput
-from mini_sglang.scheduling.scheduler import STEP_SIZES, SchedulerStats
+from mini_sglang.scheduling.stats import STEP_SIZES, DraftStats, SchedulerStats
 
 MetricsNames = Literal["both", "mini_sglang", "vllm"]
 
@@ -329,11 +329,11 @@ class _EngineCollector(Collector):
             ("num_preemptions", stats.num_preemptions, "Times that a request gave its pages back, to go on later"),
             ("engine_steps", stats.num_steps, "Steps of the engine"),
         ):
-            counter = CounterMetricFamily(name, text, labels=list(self._labels))
-            counter.add_metric(list(self._labels.values()), value)
-            yield counter
+            yield self._counter(name, text, [({}, value)])
         if stats.step_sizes:
             yield self._step_sizes(stats)
+        if stats.drafts is not None:
+            yield from self._drafts(stats.drafts)
         yield from self._vllms(stats)
 
     def _step_sizes(self, stats: SchedulerStats) -> Metric:
@@ -345,6 +345,16 @@ class _EngineCollector(Collector):
         sizes.add_metric([*self._labels.values()], buckets, stats.num_step_tokens)
         return sizes
 
+    def _drafts(self, drafts: DraftStats) -> Iterator[Metric]:
+        by_place = [({"position": str(place)}, number) for place, number in enumerate(drafts.num_accepted_at)]
+        for name, values, text in (
+            ("num_drafts", [({}, drafts.num_drafts)], "Times that drafted tokens of a request were verified"),
+            ("num_draft_tokens", [({}, drafts.num_draft_tokens)], "Drafted tokens that were verified"),
+            ("num_accepted_tokens", [({}, drafts.num_accepted_tokens)], "Of these, tokens that were accepted"),
+            ("num_accepted_tokens_per_pos", by_place, "Accepted tokens by their place in the draft, from 0 on"),
+        ):
+            yield self._counter(f"spec_decode_{name}", text, values)
+
     def _vllms(self, stats: SchedulerStats) -> Iterator[Metric]:
         """What vLLM tells of things that this engine does not do, as an engine that does not do them tells it."""
         waiting = [({"reason": "capacity"}, stats.num_waiting), ({"reason": "deferred"}, 0)]
@@ -354,6 +364,12 @@ class _EngineCollector(Collector):
         yield self._gauge("engine_sleep_state", "The engine never sleeps", asleep)
         adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         yield self._gauge("lora_requests_info", "Adapters in use, at this Unix time: none", [(adapters, time.time())])
+
+    def _counter(self, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
+        counter = CounterMetricFamily(name, text)
+        for labels, value in samples:
+            counter.add_sample(f"{name}_total", {**labels, **self._labels}, value)
+        return counter
 
     def _gauge(self, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
         gauge = GaugeMetricFamily(name, text)

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from mini_sglang.collector import no_collections
-from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.config import EngineConfig
 from mini_sglang.ipc.launch import launch
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.listener import bind, listen
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.weights.hub import ModelSource, find_model

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from mini_sglang import sampling_params
-from mini_sglang.config import ServerConfig
 from mini_sglang.grammar import checker
 from mini_sglang.server import errors, fields, generation, intake
+from mini_sglang.server.config import ServerConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 ROWS = {

@@ -125,7 +125,7 @@ def test_what_a_graph_captures_decodes_from_slots_alone(make_runner: MakeRunner)
     host.run(prompts())
     eager.runner.run(prompts())
     slots = torch.tensor([5 - index for index in unbiased] + [SLOTS, SLOTS], device=DEVICE)  # filled up
-    device = GraphSteps(eager.runner, eager.sampler, graph_backends(eager.backends), max_rows=SLOTS + 1)
+    device = GraphSteps(eager.runner, eager.sampler, graph_backends(eager.backends), SLOTS + 1)
     with torch.inference_mode():
         for step in range(5):
             want = host.run(decodes(step)).token_ids[unbiased].tolist()
@@ -157,7 +157,7 @@ def test_a_replayed_step_may_gain_more_pages_than_it_has_rows(
     host, eager = make_runner("host").runner, make_runner("triton")
     assert eager.sampler is not None
     backends = GraphBackends(graph_backends(eager.backends).decode, prefill=None)
-    device = GraphRunner(eager.runner, eager.sampler, backends, max_rows=len(PROMPTS), max_tokens=0)
+    device = GraphRunner(eager.runner, eager.sampler, backends, len(PROMPTS), max_tokens=0, most_samples=len(PROMPTS))
     host.run(prompts())
     device.run(prompts())
     table, num_pages = pages_of_prompts(), SLOTS * PAGES_PER_SLOT

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.triton_backend import TritonBackend
 from mini_sglang.execution import prefill_graph
+from mini_sglang.execution.drafts import draws
 from mini_sglang.execution.prefill_graph import PackedInputs, packed_inputs, prefill_graphs, prefill_sizes
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.scheduling.batch import Row
@@ -22,6 +23,7 @@ PAGES_PER_SLOT = CONTEXT // PAGE_SIZE
 IDLE_PAGE = SLOTS * PAGES_PER_SLOT
 HEADS, HEAD_DIM = 2, 16
 MAX_TOKENS = MAX_ROWS * CONTEXT
+MAX_SAMPLES = 3 * MAX_ROWS
 
 
 def make_table() -> RequestTable:
@@ -59,7 +61,7 @@ def steps(draw: Any) -> tuple[list[Row], int]:
     for slot in draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=MAX_ROWS, unique=True)):
         start = draw(st.integers(0, CONTEXT - 1))
         count = draw(st.just(1) | st.integers(1, CONTEXT - start))
-        rows.append(Row(slot, start, count, draw(st.booleans())))
+        rows.append(Row(slot, start, count, draw(st.integers(0, min(count, MAX_SAMPLES // MAX_ROWS)))))
     return rows, draw(st.integers(sum(row.count for row in rows), MAX_TOKENS))
 
 
@@ -70,15 +72,15 @@ def test_packed_inputs_mean_what_the_host_plans(
     backend: TritonBackend, long: bool, step: tuple[list[Row], int]
 ) -> None:
     rows, size = step
-    sampling = [row for row in rows if row.samples]
-    num_tokens, spare_samples = sum(row.count for row in rows), MAX_ROWS - len(sampling)
+    sampling = draws(rows)
+    num_tokens, spare_samples = sum(row.count for row in rows), min(size, MAX_SAMPLES) - len(sampling)
     host, device = make_table(), make_table()
     q = torch.randn(size, HEADS, HEAD_DIM, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     q = q.to(backend.pool.dtype)
 
     want = host.expand(rows)
     want_attended = backend.plan(want.attention).attend(q[:num_tokens], 0)
-    inputs = PackedInputs(device, backend, MAX_ROWS, MAX_TOKENS, long=long)
+    inputs = PackedInputs(device, backend, MAX_ROWS, MAX_TOKENS, MAX_SAMPLES, long=long)
     inputs.send([Row(0, 0, CONTEXT, True)] * MAX_ROWS, MAX_TOKENS)  # what an earlier step leaves behind
     inputs.send(rows, size)
     got = inputs.of_size(size)
@@ -120,6 +122,9 @@ class Sizes:
     def __init__(self, step: Any, sizes: list[int], name: str, pool: Any, prepare: Any) -> None:
         self.sizes = sizes
 
+    def size_for(self, count: int) -> int:
+        return min(size for size in self.sizes if size >= count)
+
 
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.float16, True), (torch.float32, False)])
 def test_large_steps_with_long_contexts_have_graphs_of_their_own_if_other_tiles_suit_them(
@@ -131,7 +136,7 @@ def test_large_steps_with_long_contexts_have_graphs_of_their_own_if_other_tiles_
     )
     backend = TritonBackend(pool, num_heads=HEADS, dtype=dtype, max_rows=MAX_ROWS)
     never_called: Any = None
-    inputs = packed_inputs(make_table(), backend, MAX_ROWS, 8192)
+    inputs = packed_inputs(make_table(), backend, MAX_ROWS, 8192, MAX_SAMPLES)
     short, *long = prefill_graphs(never_called, inputs, 8192, None)
     assert len(long) == apart
     whole, beside_a_decode = [Row(0, 0, 8192, True)], [Row(0, 8192, 1, True), Row(1, 1500, 8191, True)]
@@ -141,7 +146,9 @@ def test_large_steps_with_long_contexts_have_graphs_of_their_own_if_other_tiles_
         assert all(graphs.fits(rows) for graphs in long)
     assert short.fits([Row(0, 0, 1500, True), Row(1, 0, 1500, True), Row(2, 0, 1500, True)])
     assert short.fits([Row(0, 8192, 2000, True)]), "a small step, of which attention is a small part"
-    for too_much in ([Row(0, 0, 8193, True)], [Row(slot, 0, 1, True) for slot in range(MAX_ROWS + 1)]):
+    verified, too_many = Row(0, 90, MAX_SAMPLES, MAX_SAMPLES), Row(0, 90, MAX_SAMPLES + 1, MAX_SAMPLES + 1)
+    assert short.fits([verified])
+    for too_much in ([Row(0, 0, 8193, True)], [Row(slot, 0, 1, True) for slot in range(MAX_ROWS + 1)], [too_many]):
         assert not any(graphs.fits(too_much) for graphs in (short, *long))
 
     assert len(prefill_graphs(never_called, inputs, 2048, None)) == 1, "no step is large"

@@ -53,6 +53,13 @@ def was_preempted(seen: Seen) -> bool:
     return not set(seen.request_ids).isdisjoint(seen.steps.preempted)
 
 
+def drafts_were_verified(seen: Seen) -> bool:
+    """Some of the request's were accepted, and some rejected. A request with a grammar has none: its neighbours do."""
+    names = seen.others.keys() if seen.params.is_constrained else seen.request_ids
+    chunks = [chunk for chunk in seen.steps.chunks_of(names) if chunk.drafted]
+    return any(chunk.accepted for chunk in chunks) and any(chunk.accepted < chunk.drafted for chunk in chunks)
+
+
 def neighbours_were_aborted(seen: Seen) -> bool:
     """In nearly every step with the cell's requests, and some of them while they ran."""
     ran = any(name.startswith("passing") for name in seen.steps.admitted)

@@ -148,6 +148,13 @@ FEATURES = (
         evidence=evidence.ran_ahead,
     ),
     Feature(
+        name="speculation",
+        short="draft",
+        meaning="Tokens are drafted, rightly and wrongly, and verified in the step of the token before them.",
+        settings={"speculative": "ngram", "speculative_gate": False},
+        evidence=evidence.drafts_were_verified,
+    ),
+    Feature(
         name="lpm",
         short="lpm",
         meaning="Who finds most of its prompt in the cache runs first.",

@@ -10,6 +10,7 @@ from mini_sglang import LLM
 from tests import tiny
 from tests.feature_matrix.cells import Cell, Work
 from tests.feature_matrix.company import joined
+from tests.feature_matrix.drafts import KnowsAnswers
 from tests.feature_matrix.plain import PlainRuns, Settings
 from tests.feature_matrix.requests import Answer
 from tests.feature_matrix.step_log import Steps, read_steps
@@ -37,6 +38,7 @@ class Stage:
         self._plain = plain
         self._key: tuple[Settings, Settings] | None = None
         self._llm: LLM | None = None
+        self._proposer = KnowsAnswers()
 
     def run(self, cell: Cell, work: Work) -> Outcome:
         """Raises AssertionError if a page is lost afterwards, and whatever a broken engine raises."""
@@ -48,6 +50,9 @@ class Stage:
 
     def _run(self, llm: LLM, cell: Cell, work: Work) -> Outcome:
         before = llm.engine.stats()
+        script = work.script
+        asks = [*work.asks, *script.before.values(), *script.beside.values(), *script.later.values()]
+        self._proposer.learn((ask, work.plain_answer(ask)) for ask in asks)
         with joined(llm.engine, work.script) as company:
             if cell.way == "server":
                 with tiny.serve(llm.engine, llm.tokenizer) as url:
@@ -76,7 +81,8 @@ class Stage:
         if self._llm is None or key != self._key:
             self.close()
             settings = {**dict(cell.settings), "step_log": str(self._log)}
-            self._llm, self._key = LLM(str(self._plain.checkpoint(cell.model).path), **settings), key
+            model, self._proposer = str(self._plain.checkpoint(cell.model).path), KnowsAnswers()
+            self._llm, self._key = LLM(model, proposer=self._proposer, **settings), key
         return self._llm
 
 

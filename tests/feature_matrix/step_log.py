@@ -10,12 +10,14 @@ import msgspec
 
 
 class Chunk(msgspec.Struct, array_like=True):
-    """A row that computes part of a prompt, or of an answer computed again."""
+    """A row that computes part of a prompt, of an answer computed again, or a token and drafted ones behind it."""
 
     request_id: str
     start: int
     count: int
     samples: bool
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Step(msgspec.Struct, tag="step", tag_field="kind"):

@@ -15,8 +15,9 @@ from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
 from mini_sglang.scheduling.policy import MAX_OVERTAKEN
 from mini_sglang.scheduling.radix_cache import Match
-from mini_sglang.scheduling.scheduler import STEP_SIZES, Scheduler
+from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation, generate
+from mini_sglang.scheduling.stats import STEP_SIZES
 from mini_sglang.scheduling.step_cost import StepCost, work_of
 
 
@@ -37,7 +38,7 @@ def distinct(name: int, length: int) -> list[int]:
 
 def rows(batch: ScheduledBatch | None) -> list[tuple[int, int, bool]]:
     assert batch is not None
-    return [(row.start, row.count, row.samples) for row in batch.rows]
+    return [(row.start, row.count, bool(row.samples)) for row in batch.rows]
 
 
 def read(scheduler: Scheduler, batch: ScheduledBatch, token: int = 5) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +13,8 @@ from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import FinishReason
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.simulation import Simulation
+from mini_sglang.scheduling.simulation import Simulation, generate
+from mini_sglang.scheduling.speculation import Gate
 from mini_sglang.scheduling.step_cost import StepCost
 
 # Prompts that share beginnings: cut from a few long sequences, with a different end now and then.
@@ -21,6 +24,24 @@ PROMPTS = st.builds(
     length=st.integers(0, 50),
     end=st.lists(st.integers(0, 2), max_size=4),
 )
+
+
+class Guesses:
+    """Drafts what a request will get, of which each token is right with a probability of `accuracy`."""
+
+    def __init__(self, accuracy: float) -> None:
+        self.accuracy = accuracy
+        self._random = random.Random(0)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        known = len(request.output_ids)
+        answer = generate(request.prompt_ids, request.seed, known + most, vocab_size=3)
+        right = [self._random.random() < self.accuracy for _ in range(most)]
+        drafted = [token if kept else (token + 1) % 3 for token, kept in zip(answer[known:], right, strict=True)]
+        return drafted[: self._random.randint(0, most)]
+
+    def forget(self, request: Request) -> None:
+        pass
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -40,6 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected_output=st.sampled_from([0.0, 0.0, 128.0]),  # 0: admits so boldly that many are preempted
         mask_delay=st.integers(0, 2),
         step_ms=st.sampled_from([0, 0, 1, 5]),
+        drafts=st.sampled_from([None, Guesses(0.0), Guesses(0.5), Guesses(0.9), Guesses(1.0)]),
+        most_drafted=st.integers(1, 8),
     )
     def start(
         self,
@@ -54,7 +77,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected_output: float,
         mask_delay: int,
         step_ms: int,
+        drafts: Guesses | None,
+        most_drafted: int,
     ) -> None:
+        # steps that cost so much themselves that nearly any draft pays, and one is tried again soon
+        cost = StepCost(step=200 if drafts is None else 20_000, decode=50, context=1, token=100, pair=1)
         self.simulation = Simulation(
             ResolvedConfig(
                 page_size=page_size,
@@ -68,7 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_step_ms=step_ms,
             ),
             mask_delay=mask_delay,
-            cost=StepCost(step=200, decode=50, context=1, token=100, pair=1),
+            cost=cost,
+            gate=None if drafts is None else Gate(drafts, most_drafted, cost, hesitates=run_ahead > 0),
         )
         self.simulation.scheduler.expected_output = expected_output
         self.context_length = context_length

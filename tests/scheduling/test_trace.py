@@ -19,7 +19,8 @@ from mini_sglang.config import ResolvedConfig
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import StepResult
-from mini_sglang.scheduling.scheduler import Scheduler, SchedulerStats
+from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.stats import SchedulerStats
 
 BLOCK = 512
 STEP_MS, TOKEN_MS = 5.0, 0.01  # cost model of one step: launch and weights, plus computed tokens

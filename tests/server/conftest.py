@@ -17,12 +17,13 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from mini_sglang.config import EngineConfig, ServerConfig
+from mini_sglang.config import EngineConfig
 from mini_sglang.ipc.messages import EngineInfo
 from mini_sglang.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.scheduling.stats import SchedulerStats
 from mini_sglang.server.app import create_app
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer
 from tests.tiny import RunningServer, run_server
@@ -150,7 +151,9 @@ class ScriptedEngine:
     async def stats(self) -> SchedulerStats:
         await self.ping()
         fields: dict[str, Any] = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
-        return SchedulerStats(**{**fields, "num_pages": NUM_PAGES, "num_free_pages": NUM_PAGES, "step_sizes": []})
+        return SchedulerStats(
+            **{**fields, "num_pages": NUM_PAGES, "num_free_pages": NUM_PAGES, "step_sizes": [], "drafts": None}
+        )
 
     async def flush_cache(self) -> int:
         await self.ping()

@@ -10,10 +10,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.server import fields
 from mini_sglang.server.answers.model_format import ModelFormat
 from mini_sglang.server.anthropic.bodies import MessagesBody
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.responses.bodies import ResponsesBody
 from mini_sglang.text.tokenizer import Tokenizer
 from tests.server.conftest import ScriptedEngine

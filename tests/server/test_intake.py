@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.server import intake
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.intake import RequestPacer
 from tests.server.conftest import ScriptedEngine
 

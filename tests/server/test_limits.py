@@ -14,8 +14,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.sampling_params import MAX_STOP_LENGTH, SamplingParams
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.openai.bodies import ChatBody
 from mini_sglang.server.request_body import check_body, decode_object
 from mini_sglang.text.tokenizer import Tokenizer

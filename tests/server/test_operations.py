@@ -22,8 +22,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from mini_sglang.cli import main
-from mini_sglang.config import ServerConfig
 from mini_sglang.server import app
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.openapi import EXAMPLES
 from mini_sglang.server.request_log import LOG_FORMAT, RequestIdFilter
 from mini_sglang.server.run import with_all_keys

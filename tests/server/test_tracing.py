@@ -33,9 +33,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.ray_serve import in_process
 from mini_sglang.ray_serve.in_process import HttpRequest
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.server.tracing import MOST_CHOICES
 from tests.server.conftest import ScriptedEngine, StartServer
 from tests.tiny import RunningServer, run_server, until

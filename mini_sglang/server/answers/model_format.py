@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.calls import tool_call_grammar
 from mini_sglang.outputs import RequestOutput
@@ -22,6 +21,7 @@ from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, Json, SamplingParams
 from mini_sglang.server.answers.deltas import Answer, Delta
 from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.server.chat import Message, TemplateBody, Tool
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.text.notation import Notation, Thoughts
 from mini_sglang.text.notations import REASONING_PARSERS, TOOL_CALL_PARSERS
 from mini_sglang.text.template_format import TemplateFormat, format_of

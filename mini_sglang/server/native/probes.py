@@ -21,7 +21,7 @@ import mini_sglang
 from mini_sglang.ipc.async_engine import EngineDeadError
 from mini_sglang.outputs import FinishReason
 from mini_sglang.sampling_params import Json, SamplingParams
-from mini_sglang.scheduling.scheduler import SchedulerStats
+from mini_sglang.scheduling.stats import SchedulerStats
 from mini_sglang.server.context import ServerContext, context_of
 from mini_sglang.server.errors import ApiError
 from mini_sglang.server.metrics import CONTENT_TYPE

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.errors import FieldError
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.outputs import TokenOutput
@@ -15,6 +14,7 @@ from mini_sglang.sampling_params import MAX_GRAMMAR_LENGTH, SamplingParams
 from mini_sglang.server.answers.model_format import AnswerParser, ModelFormat
 from mini_sglang.server.answers.reader import AnswerReader
 from mini_sglang.server.chat import Message, TemplateBody
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.text.notations import REASONING_PARSERS, THINK, TOOL_CALL_PARSERS
 from mini_sglang.text.output_processor import OutputProcessor
 from mini_sglang.text.tokenizer import Tokenizer

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mini_sglang.config import ServerConfig
 from mini_sglang.grammar.compiler import GrammarCompiler, Vocabulary
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.server.answers.deltas import Answer
 from mini_sglang.server.answers.model_format import AnswerRules, ModelFormat
 from mini_sglang.server.chat import Message, TemplateBody
+from mini_sglang.server.config import ServerConfig
 from mini_sglang.text.notations import REASONING_PARSERS, TOOL_CALL_PARSERS
 from mini_sglang.text.tokenizer import Tokenizer
 from tests.server.answers.test_forced_calls import with_marks

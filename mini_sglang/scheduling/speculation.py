@@ -1,0 +1,319 @@
+"""Speculation: tokens that a cheap proposer drafts are verified together, in the step that computes the next one.
+
+A drafted token is accepted exactly if the step draws it at its position, where the noise of a draw depends on nothing
+else: so a request gets the tokens that it would get without. (Speculative decoding: Leviathan et al., arXiv 2211.17192,
+who accept by ratios of probabilities; drafts from the prompt: Saxena's prompt lookup decoding, 2023.)
+
+A proposer drafts, and the gate says how much of each draft pays: a drafted token makes the step longer, and shortens
+the answer only if it is accepted. Integers and floats; no tensors and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mini_sglang.config import ResolvedConfig
+from mini_sglang.outputs import StepOutputs, TokenOutput
+from mini_sglang.request import Request
+from mini_sglang.scheduling.batch import MOST_VERIFIED, Row
+from mini_sglang.scheduling.kv_cache import KVCacheManager
+from mini_sglang.scheduling.stats import DraftStats
+from mini_sglang.scheduling.step_cost import StepCost, Work, work_of
+
+FIRST_ACCEPTANCE = 0.5  # of drafted tokens, before any was verified
+MOST_ACCEPTANCE = 0.99  # that is reckoned with
+RATE = 1 / 8  # of an acceptance's error that the next verified token corrects
+SLOW_RATE = 1 / 64  # likewise, of what new requests begin with
+LONGEST_PAUSE = 32  # tokens that a request goes on without drafts while they do not pay
+
+
+Plan = dict[Request, int]  # number of tokens that a step computes of each request, in row order
+Drafts = dict[Request, list[int]]  # of some of them, the last of those tokens: drafted ones
+
+
+class Proposer(Protocol):
+    """Drafts what may follow the tokens of a request."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """Up to `most` tokens that may follow the known ones, none if there is no reason to expect any."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a request that has ended."""
+        ...
+
+
+class NgramProposer:
+    """Drafts what followed the last place where the request's last tokens stood before: in its prompt or its answer.
+
+    It looks for the last `longest` tokens first, then for fewer, down to `shortest`.
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        self._indices: dict[Request, _Index] = {}
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        index = self._indices.get(request)
+        if index is None:
+            index = self._indices[request] = _Index(list(request.prompt_ids), {})
+        tokens = index.tokens
+        tokens += request.output_ids[len(tokens) - len(request.prompt_ids) :]
+        index.extend(self._sizes)
+        for size in self._sizes:
+            after = index.after.get(tuple(tokens[-size:]))
+            if after is not None:
+                return _repeat(tokens, after, most)
+        return []
+
+    def forget(self, request: Request) -> None:
+        self._indices.pop(request, None)
+
+
+def _repeat(tokens: list[int], first: int, count: int) -> list[int]:
+    """`count` tokens from index `first` on; behind the last one they go on as they began, as a loop does."""
+    period = len(tokens) - first
+    return [tokens[first + place % period] for place in range(count)]
+
+
+@dataclass(slots=True)
+class _Index:
+    """The known tokens of a request, and where each of their n-grams was last followed by another token."""
+
+    tokens: list[int]
+    after: dict[tuple[int, ...], int]
+    num_indexed: int = 0  # n-grams that end before this place are in `after`
+
+    def extend(self, sizes: Iterable[int]) -> None:
+        """Index n-grams but for those at the end, which nothing follows yet."""
+        tokens = self.tokens
+        for end in range(max(self.num_indexed, 1), len(tokens)):
+            for size in sizes:
+                if size <= end:
+                    self.after[tuple(tokens[end - size : end])] = end
+        self.num_indexed = len(tokens)
+
+
+PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"ngram": NgramProposer}  # by what `speculative` may be
+
+
+@dataclass(slots=True)
+class _Record:
+    """What the gate knows of a request."""
+
+    acceptance: float  # of a drafted token, if those before it were accepted
+    expected: tuple[int, int] = (-1, -1)  # (position, token) that was proposed and not verified
+    next_try: int = 0  # known tokens from which drafts are considered again
+    pause: int = 1
+
+
+class Gate:
+    """Asks the proposer, and drafts as much as pays; with `always`, whatever is proposed.
+
+    A step makes some tokens in some time. A drafted token is worth it if the tokens that it may add, its chance to be
+    accepted, are more than the step makes anyway in the time that it takes. Chances are followed by request; a token
+    that was proposed and not verified counts too, once the one that came is known.
+
+    With `hesitates`, a request whose drafts do not pay is left alone for a while: it would have to wait for each step
+    to be read, since nothing can be drafted behind a token that is not known. Nothing is drafted for a request with a
+    grammar, whose masks are known for one token alone, nor with `skips_penalised` for one with penalties, of which a
+    GPU's sampler counts what it draws.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        most: int,
+        cost: StepCost,
+        *,
+        hesitates: bool = False,
+        always: bool = False,
+        skips_penalised: bool = False,
+    ) -> None:
+        self._proposer, self._most, self._cost = proposer, most, cost
+        self._hesitates, self._always, self._skips_penalised = hesitates, always, skips_penalised
+        self._records: dict[Request, _Record] = {}
+        self._acceptance = FIRST_ACCEPTANCE
+        self._num_drafts = self._num_draft_tokens = 0
+        self._accepted_at = [0] * most
+
+    def is_due(self, request: Request) -> bool:
+        """Whether drafts are to be considered once all of the request's tokens are known: it waits for that."""
+        if request.is_constrained or (self._skips_penalised and request.params.is_penalised):
+            return False
+        record = self._records.get(request)
+        return record is None or request.num_known_tokens >= record.next_try
+
+    def draft(self, plan: Mapping[Request, int], candidates: Iterable[Request]) -> dict[Request, list[int]]:
+        """What each of `candidates`, whose next token `plan` computes, verifies beside it; those without are left out.
+
+        `plan` has the number of tokens that the step computes of each request.
+        """
+        proposed = []
+        for request in candidates:
+            record = self._record(request)
+            draft = self._proposer.propose(request, self._most)
+            if draft:
+                proposed.append((record, request, draft))
+            else:
+                self._put_off(request, record)
+        if self._always or not proposed:
+            return {request: draft for _, request, draft in proposed}
+        return self._gated(plan, sorted(proposed, key=lambda each: -each[0].acceptance))
+
+    def _gated(
+        self, plan: Mapping[Request, int], proposed: Iterable[tuple[_Record, Request, list[int]]]
+    ) -> dict[Request, list[int]]:
+        """As much of each draft as pays, beside those before it."""
+        tokens, drafts = float(len(plan)), {}
+        us = self._cost.predict(
+            work_of(Row(0, request.num_computed_tokens, count, 1) for request, count in plan.items())
+        )
+        for record, request, draft in proposed:
+            length, more, longer_us = self._worth(record.acceptance, request, len(draft), tokens / us)
+            if length:
+                tokens, us = tokens + more, us + longer_us
+                drafts[request] = draft[:length]
+                record.next_try, record.pause = 0, 1
+            else:
+                record.expected = (request.num_known_tokens, draft[0])
+                self._put_off(request, record)
+        return drafts
+
+    def _worth(self, acceptance: float, request: Request, most: int, rate: float) -> tuple[int, float, float]:
+        """How many drafted tokens are worth their time where a step makes `rate` tokens in a microsecond.
+
+        Returns their number, the tokens to be expected of them, and the microseconds that they take.
+        """
+        start = request.num_computed_tokens
+        token_us = self._cost.prompt_us(start, 2) - self._cost.prompt_us(start, 1)
+        chance = min(acceptance, MOST_ACCEPTANCE)
+        worth = min(rate * token_us, 1.0)  # the least chance that pays
+        length = min(most, int(math.log(worth) / math.log(chance))) if chance > worth else 0
+        expected = chance * (1 - chance**length) / (1 - chance)
+        us = self._cost.prompt_us(start, 1 + length) - self._cost.predict(Work(0, 1, start, 0, 0))
+        return (length, expected, us) if expected > rate * us else (0, 0.0, 0.0)
+
+    def _record(self, request: Request) -> _Record:
+        """The record of a request, with what is known by now of a token that was proposed before."""
+        record = self._records.get(request)
+        if record is None:
+            record = self._records[request] = _Record(self._acceptance)
+        position, token_id = record.expected
+        place = position - len(request.prompt_ids)
+        if 0 <= place < len(request.output_ids):
+            self._note(record, request.output_ids[place] == token_id)
+            record.expected = (-1, -1)
+        return record
+
+    def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Learn what came of a draft."""
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafted
+        for place in range(num_accepted):
+            self._accepted_at[place] += 1
+        record = self._records.get(request)
+        if record is None:  # it has ended
+            return
+        for _ in range(num_accepted):
+            self._note(record, True)
+        if num_accepted < num_drafted:
+            self._note(record, False)
+
+    def _note(self, record: _Record, was_accepted: bool) -> None:
+        record.acceptance += RATE * (was_accepted - record.acceptance)
+        self._acceptance += SLOW_RATE * (was_accepted - self._acceptance)
+
+    def _put_off(self, request: Request, record: _Record) -> None:
+        if self._hesitates:
+            record.next_try = request.num_known_tokens + record.pause
+            record.pause = min(2 * record.pause, LONGEST_PAUSE)
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a request that has ended."""
+        self._records.pop(request, None)
+        self._proposer.forget(request)
+
+    def stats(self) -> DraftStats:
+        """What was drafted and accepted since the start."""
+        return DraftStats(
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_at=self._accepted_at.copy(),
+        )
+
+
+def make_gate(config: ResolvedConfig, cost: StepCost | None, proposer: Proposer | None = None) -> Gate | None:
+    """The gate that a configuration asks for, before `proposer` or the one that it names; None: nothing is drafted."""
+    if config.speculative == "none" or cost is None:
+        return None
+    return Gate(
+        proposer or PROPOSERS[config.speculative](),
+        config.speculative_tokens,
+        cost,
+        hesitates=config.run_ahead > 0,
+        always=not config.speculative_gate,
+        skips_penalised=config.device == "cuda",
+    )
+
+
+def plan_drafts(gate: Gate, kv: KVCacheManager, plan: Plan, budget: int) -> Drafts:
+    """Have decodes of `plan` verify drafted tokens too, in a step of at most `budget` tokens.
+
+    As many as the gate lets through, and as there are pages for.
+    """
+    due = [
+        request
+        for request, count in plan.items()
+        if count == 1 and request.num_computed_tokens + 1 == request.num_known_tokens and gate.is_due(request)
+    ]
+    room = min(budget - sum(plan.values()), MOST_VERIFIED - len(plan))
+    drafts = {}
+    for request, draft in gate.draft(plan, due).items():
+        known = request.num_known_tokens
+        count = min(len(draft), request.max_num_tokens - known - 1, room)
+        if count > 0 and kv.reserve(request, known + count):
+            drafts[request] = draft[:count]
+            plan[request] += count
+            room -= count
+    return drafts
+
+
+def verify(request: Request, start: int, draft: list[int], token_ids: list[int], gate: Gate | None) -> list[int]:
+    """What the request gains of the tokens that were sampled behind the one at `start` and its draft.
+
+    Those that follow drafted tokens equal to them, and the first that does not. What was computed of the draft behind
+    it counts as not computed.
+    """
+    pairs = zip(draft, token_ids, strict=False)
+    num_accepted = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), len(draft))
+    request.num_drafted = 0
+    request.num_computed_tokens = start + 1 + num_accepted
+    if gate is not None:
+        gate.verified(request, len(draft), num_accepted)
+    return token_ids[: num_accepted + 1]
+
+
+def add_run(outputs: StepOutputs, gained: Sequence[StepOutputs]) -> None:
+    """Add to a step's outputs what a request gained in it, token by token; several tokens are one output."""
+    if len(gained) == 1:
+        [one] = gained
+        outputs.request_ids += one.request_ids
+        outputs.token_ids += one.token_ids
+        outputs.others += one.others
+    elif gained:
+        first, *_, last = parts = [output for one in gained for output in one]
+        outputs.others.append(
+            TokenOutput(
+                request_id=first.request_id,
+                token_ids=[token_id for part in parts for token_id in part.token_ids],
+                logprobs=[entry for part in parts for entry in part.logprobs or ()] or None,
+                prompt_logprobs=first.prompt_logprobs,
+                finish_reason=last.finish_reason,
+                stop_token_id=last.stop_token_id,
+                num_cached_tokens=max(first.num_cached_tokens, last.num_cached_tokens),
+            )
+        )

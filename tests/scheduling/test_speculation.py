@@ -1,0 +1,241 @@
+"""Speculation: what an n-gram proposes, what the gate lets through, and what becomes of it in steps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mini_sglang.config import ResolvedConfig
+from mini_sglang.request import Request
+from mini_sglang.sampling_params import SamplingParams
+from mini_sglang.scheduling.batch import MOST_VERIFIED, StepResult
+from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.speculation import LONGEST_PAUSE, Gate, NgramProposer, make_gate
+from mini_sglang.scheduling.step_cost import StepCost
+
+CHEAP_TOKENS = StepCost(step=10_000, decode=10, context=0.001, token=10, pair=0.001)
+DEAR_TOKENS = StepCost(step=10, decode=1000, context=0.001, token=1000, pair=0.001)
+
+
+def request(prompt: list[int], output: list[int] | None = None) -> Request:
+    made = Request("a", prompt, SamplingParams(max_tokens=50))
+    made.output_ids = output or []
+    made.num_computed_tokens = made.num_known_tokens - 1
+    made.max_num_tokens = made.num_known_tokens + 50
+    return made
+
+
+class Fixed:
+    """Always proposes the same."""
+
+    def __init__(self, *draft: int) -> None:
+        self.draft = list(draft)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return self.draft[:most]
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+# -- n-grams -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_followed_the_last_tokens_before_is_proposed() -> None:
+    assert NgramProposer().propose(request([1, 2, 3, 4, 5, 9, 2, 3]), 3) == [4, 5, 9]
+
+
+def test_the_longest_match_counts_and_of_several_the_latest() -> None:
+    assert NgramProposer().propose(request([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2]), 1) == [3]
+    assert NgramProposer().propose(request([1, 2, 3, 1, 2, 4, 1, 2]), 1) == [4]
+
+
+def test_what_never_stood_before_proposes_nothing() -> None:
+    assert NgramProposer().propose(request([1, 2, 3, 4]), 3) == []
+    assert NgramProposer().propose(request([5]), 3) == []
+
+
+def test_a_loop_goes_on() -> None:
+    assert NgramProposer().propose(request([1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_the_answer_is_looked_through_as_it_grows() -> None:
+    proposer, growing = NgramProposer(), request([1, 2], [3, 4])
+    assert proposer.propose(growing, 2) == []
+    growing.output_ids += [1, 2]
+    assert proposer.propose(growing, 2) == [3, 4]
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_is_drafted_the_more_is_accepted() -> None:
+    cost = StepCost(step=10_000, decode=100, context=0.001, token=100, pair=0.001)
+    gate, running = Gate(Fixed(*range(8)), 8, cost), request([1] * 20)
+    [before] = gate.draft({running: 1}, [running]).values()
+    for _ in range(20):
+        gate.verified(running, 8, 8)
+    [after] = gate.draft({running: 1}, [running]).values()
+    assert len(before) < len(after) == 8
+    for _ in range(30):
+        gate.verified(running, 1, 0)
+    assert len(gate.draft({running: 1}, [running]).get(running, [])) <= 1
+
+
+def test_nothing_is_drafted_where_a_token_costs_as_much_as_it_saves() -> None:
+    running = request([1] * 20)
+    assert Gate(Fixed(1, 2), 8, DEAR_TOKENS).draft({running: 1}, [running]) == {}
+    assert Gate(Fixed(1, 2), 8, DEAR_TOKENS, always=True).draft({running: 1}, [running]) == {running: [1, 2]}
+
+
+def test_less_is_drafted_beside_many_that_need_no_drafts() -> None:
+    cost = StepCost(step=10_000, decode=10, context=0.001, token=200, pair=0.001)
+    many = [request([1] * 20) for _ in range(200)]
+    [alone] = Gate(Fixed(*range(8)), 8, cost).draft({many[0]: 1}, many[:1]).values()
+    beside = Gate(Fixed(*range(8)), 8, cost).draft(dict.fromkeys(many, 1), many[:1])
+    assert len(beside.get(many[0], [])) < len(alone)
+
+
+def test_a_token_that_was_proposed_and_not_verified_counts_once_it_is_known() -> None:
+    gate, running = Gate(Fixed(7, 7), 8, DEAR_TOKENS), request([1] * 20)
+    assert gate.draft({running: 1}, [running]) == {}
+    before = gate._records[running].acceptance
+    running.output_ids.append(7)
+    gate.draft({running: 1}, [running])
+    assert gate._records[running].acceptance > before
+
+
+@pytest.mark.parametrize("draft", [(), (7,)], ids=["nothing to propose", "nothing that pays"])
+def test_a_request_whose_drafts_do_not_pay_waits_for_them_ever_less_often(draft: tuple[int, ...]) -> None:
+    gate, running = Gate(Fixed(*draft), 8, DEAR_TOKENS, hesitates=True), request([1] * 20)
+    waited = []
+    for _ in range(200):
+        if gate.is_due(running):
+            waited.append(len(running.output_ids))
+            gate.draft({running: 1}, [running])
+        running.output_ids.append(0)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(waited)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == LONGEST_PAUSE
+
+
+def test_a_gate_comes_with_the_setting() -> None:
+    config = ResolvedConfig(num_pages=8, context_length=32, max_running_requests=1, max_prefill_tokens=8)
+    assert make_gate(config, CHEAP_TOKENS) is None
+    assert make_gate(config.replace(speculative="ngram"), CHEAP_TOKENS) is not None
+
+
+# -- in steps ----------------------------------------------------------------------------------------------------------
+
+
+def make_scheduler(
+    draft: list[int], *, num_pages: int = 64, max_running_requests: int = 4, max_prefill_tokens: int = 64
+) -> Scheduler:
+    config = ResolvedConfig(
+        page_size=4,
+        num_pages=num_pages,
+        context_length=100,
+        max_running_requests=max_running_requests,
+        max_prefill_tokens=max_prefill_tokens,
+    )
+    return Scheduler(config, CHEAP_TOKENS, gate=Gate(Fixed(*draft), 8, CHEAP_TOKENS, always=True))
+
+
+def step(scheduler: Scheduler, *token_ids: int) -> list[tuple[str, list[int]]]:
+    """One step that samples these tokens; returns what requests gained."""
+    batch = scheduler.schedule()
+    assert batch is not None
+    outputs = scheduler.update(batch, StepResult(list(token_ids), [None] * len(token_ids)))
+    scheduler.check()
+    return [(output.request_id, output.token_ids) for output in outputs]
+
+
+def running(scheduler: Scheduler, prompt: list[int], **fields: object) -> Request:
+    """A request whose first token, 9, is known."""
+    made = Request("a", prompt, SamplingParams(max_tokens=20), **fields)  # type: ignore[arg-type]
+    scheduler.add(made)
+    step(scheduler, 9)
+    return made
+
+
+def test_accepted_tokens_and_the_one_behind_them_come_in_one_output() -> None:
+    scheduler = make_scheduler([5, 6, 7])
+    made = running(scheduler, [1, 2, 3])
+    batch = scheduler.schedule()
+    assert batch is not None
+    [row] = batch.rows
+    assert (row.start, row.count, row.samples) == (3, 4, 4)
+    assert batch.drafts == {row.slot: [5, 6, 7]}
+    outputs = scheduler.update(batch, StepResult([5, 6, 8, 4], [None] * 4))
+    assert [(output.request_id, output.token_ids) for output in outputs] == [("a", [5, 6, 8])]
+    assert made.num_computed_tokens == made.num_known_tokens - 1 == 6
+    drafts = scheduler.stats().drafts
+    assert drafts is not None
+    assert (drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_at[:3]) == (1, 3, [1, 1, 0])
+
+
+def test_pages_of_rejected_tokens_come_back() -> None:
+    scheduler = make_scheduler([5] * 8)
+    made = running(scheduler, [1, 2, 3])
+    step(scheduler, *[0] * 9)
+    assert (made.output_ids, len(made.page_ids)) == ([9, 0], 1)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_an_end_token_ends_the_answer_wherever_it_stands_in_the_run(place: int) -> None:
+    draft = [5, 5, 5]
+    draft[place:] = [2] * (3 - place)
+    scheduler = make_scheduler(draft)
+    made = running(scheduler, [1, 2, 3], eos_token_ids=frozenset([2]))
+    sampled = [5] * place + [2] * (4 - place)
+    assert step(scheduler, *sampled) == [("a", [5] * place + [2])]
+    assert made.finish_reason is not None
+    assert not scheduler.has_work
+
+
+def test_an_answer_never_gets_longer_than_it_may() -> None:
+    scheduler = make_scheduler([5] * 8)
+    made = Request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    scheduler.add(made)
+    step(scheduler, 9)
+    assert step(scheduler, 5, 5, 5) == [("a", [5, 5, 5])]
+    assert made.output_ids == [9, 5, 5, 5]
+    assert not scheduler.has_work
+
+
+def test_rejected_tokens_are_never_in_the_cache() -> None:
+    scheduler = make_scheduler([5] * 8)
+    running(scheduler, [1, 2, 3])
+    step(scheduler, *[0] * 9)
+    scheduler.abort("a")
+    again = Request("b", [1, 2, 3, 9, 5, 5, 5, 5], SamplingParams(max_tokens=1))
+    scheduler.add(again)
+    step(scheduler, 0)
+    assert again.num_cached_tokens == 4
+
+
+def test_a_grammar_and_a_chunk_of_a_prompt_have_no_drafts() -> None:
+    scheduler = make_scheduler([5], max_prefill_tokens=2)
+    scheduler.add(Request("a", [1, 2, 3, 4], SamplingParams(max_tokens=4)))
+    scheduler.add(Request("b", [1, 9], SamplingParams(max_tokens=4, regex="a*")))
+    for _ in range(2):
+        batch = scheduler.schedule()
+        assert batch is not None
+        assert not batch.drafts
+        sampled = [1] * sum(row.samples for row in batch.rows)
+        scheduler.update(batch, StepResult(sampled, [None] * len(sampled)))
+
+
+def test_a_step_verifies_no_more_than_graphs_have_room_for() -> None:
+    scheduler = make_scheduler([5] * 8, num_pages=4000, max_running_requests=200, max_prefill_tokens=8192)
+    for index in range(200):
+        scheduler.add(Request(str(index), [index, index], SamplingParams(max_tokens=30)))
+    most = 0
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        assert batch is not None
+        num_samples = sum(row.samples for row in batch.rows)
+        most = max(most, num_samples)
+        scheduler.update(batch, StepResult([9] * num_samples, [None] * num_samples))
+    assert most == MOST_VERIFIED
