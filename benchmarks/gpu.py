@@ -188,9 +188,9 @@ def speculation(bench: Bench) -> Iterator[Figures]:
     figures: Figures = {}
     for gate in (False, True):
         replay = module.Replay()
-        fields = {"speculative": "ngram", "speculative_tokens": 16, "speculative_gate": gate}
+        fields = {"speculative": "ngram", "speculative_tokens": 16, "speculative_gate": gate, "deterministic": gate}
         with engine_of(LARGE, proposer=replay, **fields) as engine:
-            figures["gated" if gate else "whole drafts"] = module.measure(engine, replay)
+            figures["gated, deterministic" if gate else "whole drafts"] = module.measure(engine, replay)
     bench.console.print("speculation, replayed", figures)
     yield {"speculation": {"replay": {LARGE: figures}}}
     offline = {}

@@ -1,8 +1,9 @@
 """What verifying costs: drafts that are a model's own recorded answers, right with a given chance, on random weights.
 
 Rounding depends on the sizes of a step, and answers of random weights follow it: so answers are recorded in every run,
-and of those that begin like a request's the latest is drafted, until nearly all that should be accepted is. Each figure
-stands beside the arithmetic of what is possible: the tokens that a step gives on average, which would be the speed-up
+and of those that begin like a request's the latest is drafted, until nearly all that should be accepted is. With the
+gate, which changes the sizes of steps, the engine is in deterministic mode with drafts and without. Each figure stands
+beside the arithmetic of what is possible: the tokens that a step gives on average, which would be the speed-up
 if a step took no longer.
 """
 
@@ -38,12 +39,12 @@ class Replay:
         self._answers.setdefault(tuple(prompt), []).insert(0, answer)
 
     def propose(self, request: Request, most: int) -> list[int]:
-        known = len(request.output_ids)
-        for answer in self._answers.get(tuple(request.prompt_ids), ()) if self.length else ():
-            if answer[:known] == request.output_ids:
-                draft = answer[known : known + min(self.length, most)]
-                return [token if self._random.random() < self.acceptance else token ^ 1 for token in draft]
-        return []
+        known, answers = len(request.output_ids), self._answers.get(tuple(request.prompt_ids), [])
+        if not self.length or not answers:
+            return []
+        answer = next((one for one in answers if one[:known] == request.output_ids), answers[0])
+        draft = answer[known : known + min(self.length, most)]
+        return [token if self._random.random() < self.acceptance else token ^ 1 for token in draft]
 
     def forget(self, request: Request) -> None:
         pass

@@ -27,7 +27,7 @@ FIRST_ACCEPTANCE = 0.5  # of drafted tokens, before any was verified
 MOST_ACCEPTANCE = 0.99  # that is reckoned with
 RATE = 1 / 8  # of an acceptance's error that the next verified token corrects
 SLOW_RATE = 1 / 64  # likewise, of what new requests begin with
-LONGEST_PAUSE = 32  # tokens that a request goes on without drafts while they do not pay
+LONGEST_PAUSE = 64  # tokens that a request goes on without drafts while they do not pay
 
 
 Plan = dict[Request, int]  # number of tokens that a step computes of each request, in row order
@@ -161,8 +161,12 @@ class Gate:
             else:
                 self._put_off(request, record)
         if self._always or not proposed:
-            return {request: draft for _, request, draft in proposed}
-        return self._gated(plan, sorted(proposed, key=lambda each: -each[0].acceptance))
+            drafts = {request: draft for _, request, draft in proposed}
+        else:
+            drafts = self._gated(plan, sorted(proposed, key=lambda each: -each[0].acceptance))
+        for request in drafts:
+            self._records[request].pause = 1
+        return drafts
 
     def _gated(
         self, plan: Mapping[Request, int], proposed: Iterable[tuple[_Record, Request, list[int]]]
@@ -177,7 +181,6 @@ class Gate:
             if length:
                 tokens, us = tokens + more, us + longer_us
                 drafts[request] = draft[:length]
-                record.next_try, record.pause = 0, 1
             else:
                 record.expected = (request.num_known_tokens, draft[0])
                 self._put_off(request, record)
