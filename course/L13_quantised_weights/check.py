@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from mini_sglang.config import EngineConfig
@@ -30,6 +29,7 @@ from mini_sglang.parallel.sharding import Shard, shard_evenly, whole
 from mini_sglang.quantize import quantize_model
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.weights.gguf import _unpack
+from mini_sglang.weights.gguf_types import TensorType
 from mini_sglang.weights.hub import ModelSource
 from mini_sglang.weights.quantization import as_stored
 from mini_sglang.weights.quantization_config import Layout, Scheme
@@ -231,7 +231,7 @@ UP, DOWN, TWOS = [i // 2 for i in range(32)], [15 - i // 2 for i in range(32)], 
 @guards("nibbles-in-turn")
 def test_a_block_has_its_first_half_in_the_low_bits() -> None:
     rows = gguf_rows([[([0.5, -1.0], UP), ([0.25, 2.0], DOWN)], [([1.0, 0.0], TWOS), ([2.0, -3.0], UP)]])
-    q, scale, minimum = _unpack(rows, GGMLQuantizationType.Q4_1)
+    q, scale, minimum = _unpack(rows, TensorType.Q4_1)
     rule, read = "16 bytes hold weights 0 to 15 in their low halves, 16 to 31 in their high halves", "L13: GGUF"
     expect(q.tolist(), [UP + DOWN, TWOS + UP], "weights of two rows of two blocks of Q4_1", invariant=rule, read=read)
     expect(scale.tolist(), [[0.5, 0.25], [1.0, 2.0]], "their scales", read=read)
@@ -240,7 +240,7 @@ def test_a_block_has_its_first_half_in_the_low_bits() -> None:
 
 @guards("minus-eight-forgotten")
 def test_q4_0_counts_from_minus_eight() -> None:
-    q, scale, minimum = _unpack(gguf_rows([[([0.5], UP), ([-0.25], DOWN)]]), GGMLQuantizationType.Q4_0)
+    q, scale, minimum = _unpack(gguf_rows([[([0.5], UP), ([-0.25], DOWN)]]), TensorType.Q4_0)
     expect(
         (q.tolist(), scale.tolist()), ([UP + DOWN], [[0.5, -0.25]]), "q and scales of a row of Q4_0", read="L13: GGUF"
     )

@@ -47,7 +47,7 @@ class QuantizedWeight:
 
         None if those would be too small to be worth their scales, or if a group were padded that has a minimum.
         """
-        if self.q.shape == (rows.size, columns.size) == (rows.full, columns.full):
+        if (rows, columns) == (whole(rows.full), whole(columns.full)):
             return self
         group = self.group_size
         if columns != whole(columns.full):

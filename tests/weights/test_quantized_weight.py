@@ -45,6 +45,15 @@ def test_a_part_along_inputs_is_that_part_of_the_dense_matrix(kind: str, group: 
         assert torch.equal(part.dense(), dense_part(stored, whole(5), shard_evenly(384, rank, ranks, 16)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_has_nothing_has_zeros_even_where_its_part_is_as_large_as_the_whole(kind: str) -> None:
+    stored, nothing = weight(kind, 16, 64, 32), shard_evenly(16, 1, 2, 16)
+    assert nothing.size == 16
+    part = stored.shard(nothing, whole(64))
+    assert part is not None
+    assert not part.dense().any()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_along_outputs_is_padded_with_zeros(kind: str, ranks: int) -> None:
