@@ -137,7 +137,7 @@ class Tokenizer:
         if not chat:
             raise FieldError("messages", "must hold at least one message, got none")
         renderer = self.renderer
-        reserved = inspect.signature(renderer.apply_chat_template).parameters.keys() - _OF_TEMPLATES
+        reserved = inspect.signature(type(renderer).apply_chat_template).parameters.keys() - _OF_TEMPLATES
         if refused := sorted(others.keys() & reserved):
             raise FieldError("chat_template_kwargs", f"must not hold {', '.join(refused)}")
         from mini_sglang.text.template_bounds import bounded_source, count_anew  # as late as transformers
