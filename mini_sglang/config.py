@@ -1,4 +1,4 @@
-"""Every setting of the engine: flat, frozen, checked on construction. Those of the server are beside it.
+"""Every setting of the engine: flat, frozen, checked on construction. `server/config.py` has the server's.
 
 Nothing reads the environment or the hardware here; `"auto"` values are resolved where the answer is known (the executor
 for device, dtype and pool size), which returns a new config and leaves the caller's alone.

@@ -208,7 +208,7 @@ class Engine:
     def _learn(self, batch: ScheduledBatch, launched_s: float) -> int | None:
         """Correct the prediction of steps by one that was just read; it began when the one before it had ended.
 
-        Returns what was predicted, in microseconds, if steps are bounded.
+        Returns what was predicted, in microseconds, if steps are bounded or drafts weighed.
         """
         if self._cost is None:
             return None

@@ -69,7 +69,7 @@ class Step(msgspec.Struct, kw_only=True, tag="step", tag_field="kind", omit_defa
     read_us: int = 0
     host_us: dict[str, int]
     device_us: int | None = None  # on a GPU: from the step's start on the device until its tokens were on the host
-    predicted_us: int | None = None  # with max_step_ms: how long a step of this work was expected to take
+    predicted_us: int | None = None  # with max_step_ms or speculative: how long this work was expected to take
     tokens: int = 0  # computed in all: one for each of the decodes, and those of the chunks
     decodes: int = 0  # rows that compute one token of an answer and sample the next; all other rows are in `chunks`
     decode_ids: tuple[str, ...] | None = None  # the requests of `decodes`; left out if the previous step had the same

@@ -471,10 +471,10 @@ class Scheduler:
             for row, request in zip(batch.rows, launched.requests, strict=True):
                 request.prompt_logprobs += result.prompt_logprobs.get(row.slot, ())
         outputs = StepOutputs([], [], [])
-        sampling = [request for row, request in zip(batch.rows, launched.requests, strict=True) if row.samples]
         if batch.drafts:
             self._take_runs(launched, result, outputs)
         else:
+            sampling = [request for row, request in zip(batch.rows, launched.requests, strict=True) if row.samples]
             for request, token_id, logprobs in zip(sampling, result.token_ids, result.logprobs, strict=True):
                 if request.status is not RequestStatus.FINISHED and request not in self._restarting:
                     self._take_token(request, token_id, logprobs, outputs)

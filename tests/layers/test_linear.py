@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from mini_sglang.kernels.interface import Matrix, Residual
 from mini_sglang.kernels.torch_kernels import TorchKernels, TorchMatrix
 from mini_sglang.layers.linear import Linear
 from mini_sglang.layers.placement import Placement
-from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel, connect_cpus
+from mini_sglang.parallel.tensor_parallel import TensorParallel
 from mini_sglang.weights.quantize import quantize_fp8, quantize_int4
 from mini_sglang.weights.quantized_weight import QuantizedWeight
-from mini_sglang.weights.tensor import CheckpointTensor
+from tests.layers.stored import on_ranks, tensor
 
 CPU = torch.device("cpu")
 INPUTS = 384
@@ -46,27 +44,10 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def tensor(name: str, stored: QuantizedWeight | torch.Tensor) -> CheckpointTensor:
-    if isinstance(stored, torch.Tensor):
-        return CheckpointTensor(name, tuple(stored.shape), lambda: stored)
-    return CheckpointTensor(name, tuple(stored.q.shape), stored.dense, lambda: stored)
-
-
 def load(layer: Linear, tensors: Mapping[str, QuantizedWeight | torch.Tensor]) -> None:
     for name, slot in layer.weight_slots("m").items():
         part = name.removeprefix("m.").removesuffix(".weight")
         slot.load(tensor(name, tensors[part]))
-
-
-def on_ranks(number: int, store: Path, work: Callable[[TensorParallel], torch.Tensor]) -> list[torch.Tensor]:
-    if number == 1:
-        return [work(SINGLE)]
-    with ThreadPoolExecutor(number) as pool:
-
-        def one(rank: int) -> torch.Tensor:
-            return work(connect_cpus(FileStore(str(store), number), rank, number, "127.0.0.1"))
-
-        return list(pool.map(one, range(number)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

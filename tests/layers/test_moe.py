@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from mini_sglang.kernels.interface import PLAIN_EXPERTS, Experts, ExpertVariant, Residual
 from mini_sglang.kernels.torch_kernels import TorchKernels, dense_experts
@@ -18,10 +16,10 @@ from mini_sglang.layers.moe import MixtureOfExperts
 from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.model_config import ExpertsConfig, ModelConfig
-from mini_sglang.parallel.tensor_parallel import SINGLE, TensorParallel, connect_cpus
+from mini_sglang.parallel.tensor_parallel import TensorParallel
 from mini_sglang.weights.quantize import quantize_fp8, quantize_int4
 from mini_sglang.weights.quantized_weight import QuantizedWeight
-from mini_sglang.weights.tensor import CheckpointTensor
+from tests.layers.stored import on_ranks, tensor
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, SIZE = 5, 128, 384
@@ -84,12 +82,6 @@ def dense(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: w.dense() if isinstance(w, QuantizedWeight) else w for name, w in tensors.items()}
 
 
-def tensor(name: str, stored: QuantizedWeight | torch.Tensor) -> CheckpointTensor:
-    if isinstance(stored, torch.Tensor):
-        return CheckpointTensor(name, tuple(stored.shape), lambda: stored)
-    return CheckpointTensor(name, tuple(stored.q.shape), stored.dense, lambda: stored)
-
-
 def computed(placement: Placement, tensors: Tensors) -> torch.Tensor:
     norm = RMSNorm(HIDDEN, 1e-5, placement)
     norm.weight_slot().load(tensor("norm", torch.ones(HIDDEN)))
@@ -100,17 +92,6 @@ def computed(placement: Placement, tensors: Tensors) -> torch.Tensor:
     for name, stored in tensors.items():
         slots[f"mlp.{name}"].load(tensor(name, stored))
     return layer(Residual(X.clone())).x
-
-
-def on_ranks(number: int, store: Path, work: Callable[[TensorParallel], torch.Tensor]) -> list[torch.Tensor]:
-    if number == 1:
-        return [work(SINGLE)]
-    with ThreadPoolExecutor(number) as pool:
-
-        def one(rank: int) -> torch.Tensor:
-            return work(connect_cpus(FileStore(str(store), number), rank, number, "127.0.0.1"))
-
-        return list(pool.map(one, range(number)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
