@@ -48,9 +48,9 @@ class Engine:
     """Runs requests to their end. The attribute `config` is the argument with every `auto` resolved.
 
     The model's tokenizer serves grammars alone. Unless one is given, it is loaded with the first grammar. `source` is
-    the model, if it was found before. A listener is told what the prefix cache holds. With `speculative`, drafts come
-    from `proposer` where there is one, else from what the setting names. Raises ValueError if the configuration asks
-    for events of the cache and nothing listens.
+    the model, if it was found before. A listener is told what the prefix cache holds. With a `proposer`, tokens are
+    drafted by it, whatever `speculative` says. Raises ValueError if the configuration asks for events of the cache and
+    nothing listens.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class Engine:
         self._observer: EngineObserver | None = None  # None: nothing asks for logs or traces
         if log is not None or config.profile_dir is not None:
             self._observer = EngineObserver(log, config.profile_dir)
+        if proposer is not None and config.speculative == "none":
+            config = config.replace(speculative="ngram")  # which the proposer stands in for
         with no_collections():
             self.executor = Executor(config, source)
         self.config = self.executor.config
@@ -82,7 +84,7 @@ class Engine:
         self._random = random.Random()
         model = self.model_config
         load = partial(_load_compiler, self.executor.source, tokenizer, model.vocab_size, model.eos_token_ids)
-        self._make_masks = partial(GrammarMasks, load)
+        self._make_masks = partial(GrammarMasks, load, self.config.speculative_tokens)
         self._masks: GrammarMasks | None = None  # from the first grammar on
         self._arrived_s: dict[str, float] = {}  # arrival of each request that was in no step yet
         self._queued_s: dict[str, float] = {}  # how long each other one was queued, until an output says so
@@ -92,7 +94,7 @@ class Engine:
             logger.info(line)
 
     def _new_scheduler(self) -> Scheduler:
-        gate = make_gate(self.config, self._cost, self._proposer)
+        gate = make_gate(self.config, self._cost, self.model_config.vocab_size, self._proposer)
         return Scheduler(self.config, self._cost, self._cache_listener, gate)
 
     def add_request(
@@ -160,7 +162,7 @@ class Engine:
         ended = self._take_masks(masks) if masks else []
         outputs = self._launch_and_read()
         if masks:
-            _advance_masks(masks, outputs)
+            self._advance_masks(masks, outputs)
         if ended:
             outputs = StepOutputs(outputs.request_ids, outputs.token_ids, [*ended, *outputs.others])
         for output in outputs.others:
@@ -233,13 +235,21 @@ class Engine:
         """Give the scheduler the masks that are ready; end the requests whose grammar is complete or has failed."""
         outputs = []
         for ready in masks.take_ready():
-            if ready.mask is not None:
-                self.scheduler.set_mask(ready.request_id, ready.mask)
+            if (ahead := ready.ahead) is not None:
+                self.scheduler.set_masks(ready.request_id, ahead.masks, ahead.draft, ahead.forced)
                 continue
             masks.drop(ready.request_id)
             reason = FinishReason.STOP if ready.error is None else FinishReason.ERROR
             outputs.append(self.scheduler.end(ready.request_id, reason, ready.error, ready.error_field))
         return [output for output in outputs if output is not None]
+
+    def _advance_masks(self, masks: GrammarMasks, outputs: StepOutputs) -> None:
+        """Follow the tokens of requests with a grammar, which are never among the columns."""
+        for output in outputs.others:
+            if output.finish_reason is not None:
+                masks.drop(output.request_id)
+            elif output.request_id in masks:
+                masks.advance(output.request_id, output.token_ids, self.scheduler.propose(output.request_id))
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> StepOutputs:
         if self._observer is not None:
@@ -311,16 +321,6 @@ class Engine:
         self.executor.close()
         if self._observer is not None:
             self._observer.close()
-
-
-def _advance_masks(masks: GrammarMasks, outputs: StepOutputs) -> None:
-    """Follow the tokens of requests with a grammar, which are never among the columns."""
-    for output in outputs.others:
-        if output.finish_reason is not None:
-            masks.drop(output.request_id)
-        elif output.request_id in masks:
-            for token_id in output.token_ids:
-                masks.advance(output.request_id, token_id)
 
 
 def _load_compiler(

@@ -62,7 +62,7 @@ class _Running:
 class LLM:
     """A model to generate with. `fields` are those of `EngineConfig`; a wrong one is a TypeError or ValueError.
 
-    With `speculative`, tokens may be drafted by a `proposer` of one's own.
+    A `proposer` of one's own drafts tokens in place of what `speculative` names.
 
         with LLM("smollm2-135m", dtype="float32") as llm:
             [output] = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=20))

@@ -52,8 +52,10 @@ class Request:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt_ids[1:], as far as steps were read
     is_constrained: bool = field(init=False)  # each token is drawn under a mask that depends on the tokens before it
-    mask: bytes = b""  # one bit per token of the vocabulary, those that may be drawn, lowest bit first
-    mask_position: int = 0  # of the token that `mask` is for
+    masks: list[bytes] = field(default_factory=list)  # for the next token, and along `draft`: one bit for each token
+    mask_position: int = 0  # of the token that the first mask is for
+    draft: list[int] = field(default_factory=list)  # what may come next under a grammar; nothing else is drafted
+    forced: list[bool] = field(default_factory=list)  # for each token of `draft`: the grammar allows no other
 
     def __post_init__(self) -> None:
         self.is_constrained = self.params.is_constrained

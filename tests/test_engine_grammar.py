@@ -16,8 +16,10 @@ from mini_sglang.engine import Engine
 from mini_sglang.execution.executor import StepHandle
 from mini_sglang.grammar.compiler import GrammarCompiler
 from mini_sglang.outputs import FinishReason, TokenOutput
+from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
+from mini_sglang.scheduling.speculation import Proposer
 from mini_sglang.text.tokenizer import load_tokenizer
 from tests.tiny import Checkpoints
 
@@ -32,6 +34,18 @@ SCHEMA = {
 OBJECT = SamplingParams(
     response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}}, max_tokens=60, temperature=1, seed=1
 )
+
+
+class Silent:
+    """A proposer that never has anything."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return []
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
 TextOf = Callable[[list[int]], str]
 MakeEngine = Callable[..., Engine]
 
@@ -40,11 +54,10 @@ MakeEngine = Callable[..., Engine]
 def make_engine(checkpoints: Checkpoints) -> Iterator[MakeEngine]:
     engines = []
 
-    def make(**settings: Any) -> Engine:
+    def make(proposer: Proposer | None = None, **settings: Any) -> Engine:
         path = str(checkpoints.write().path)
-        engine = Engine(
-            EngineConfig(**{"model": path, "dtype": "float32", "num_threads": 1, "num_pages": 64, **settings})
-        )
+        config = EngineConfig(**{"model": path, "dtype": "float32", "num_threads": 1, "num_pages": 64, **settings})
+        engine = Engine(config, proposer=proposer)
         engines.append(engine)
         return engine
 
@@ -94,6 +107,8 @@ def mixed(count: int) -> dict[str, tuple[list[int], SamplingParams]]:
         {"run_ahead": 1, "num_pages": 8},  # too few for all: requests are preempted and resume
         {"run_ahead": 0, "num_pages": 13, "page_size": 8, "max_prefill_tokens": 16},
         {"cache": "naive", "run_ahead": 2},
+        {"speculative": "ngram", "speculative_gate": False, "page_size": 3, "max_prefill_tokens": 8},
+        {"speculative": "ngram", "speculative_gate": False, "run_ahead": 1, "num_pages": 8},
     ],
 )
 def test_every_request_gets_its_lone_answer(make_engine: MakeEngine, settings: dict[str, Any], text_of: TextOf) -> None:
@@ -113,6 +128,20 @@ def test_every_request_gets_its_lone_answer(make_engine: MakeEngine, settings: d
             assert text.isdecimal()
         elif params is OBJECT:
             assert isinstance(json.loads(text)["size"], int)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_what_a_grammar_forces_takes_no_steps_of_its_own(make_engine: MakeEngine, run_ahead: int) -> None:
+    """With a proposer that never has anything."""
+    params = SamplingParams(regex="[ab](, and then what comes next: [0-9]){5}", temperature=1, seed=2, logprobs=1)
+    requests = {"x": ([7, 8, 9], params), "y": ([9], FREE)}
+    expected = run(make_engine(), requests)
+    engine = make_engine(Silent(), speculative_gate=False, speculative_tokens=64, run_ahead=run_ahead)
+    assert run(engine, requests) == expected
+    drafts = engine.stats().drafts
+    assert drafts is not None
+    assert drafts.num_drafts == 5
+    assert drafts.num_draft_tokens == drafts.num_accepted_tokens == len(expected["x"]) - 6  # a letter and five digits
 
 
 def test_choices_of_one_prompt_follow_one_grammar_each_for_itself(make_engine: MakeEngine, text_of: TextOf) -> None:
@@ -226,7 +255,7 @@ def test_free_requests_are_in_every_step_beside_one_that_waits_for_masks(
     run(engine, {"x": ([7, 8, 9], DIGITS), "y": ([7, 8], FREE), "z": ([9], FREE)})
     masked = [batch for batch in batches if batch.masks]
     assert all(len(batch.masks) == 1 for batch in masked)
-    assert all(len(mask) >= 320 // 8 for batch in masked for mask in batch.masks.values())
+    assert all(len(mask) >= 320 // 8 for batch in masked for [mask] in batch.masks.values())
     free_rows = [len(batch.rows) - len(batch.masks) for batch in batches]
     assert free_rows[1:30] == [2] * 29  # the first step may hold one back until x has computed what both begin with
     assert sum(free_rows) == 60

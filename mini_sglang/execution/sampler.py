@@ -45,11 +45,15 @@ class TorchSampler:
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
-        self._masks: dict[int, bytes] = {}  # of the step's rows under a grammar, by slot
+        self._masks: dict[tuple[int, int], bytes] = {}  # for what is drawn under a grammar, by slot and position
 
     def take(self, batch: ScheduledBatch) -> None:
         """Take in what the step's rows under a grammar may draw."""
-        self._masks = batch.masks
+        self._masks = {
+            (row.slot, position): mask
+            for row in (batch.rows if batch.masks else ())
+            for position, mask in enumerate(batch.masks.get(row.slot, ()), row.start + row.count + 1 - row.samples)
+        }
 
     def sample(self, rows: list[Row], logits: torch.Tensor) -> Sampled:
         """Draw one token per row and look up the log-probabilities that are asked for. logits [len(rows), vocab]"""
@@ -80,14 +84,14 @@ class TorchSampler:
             positions=ends,
             prompt_lengths=[request.num_prompt_tokens for request in requests],
             history=lambda index: self._table.tokens[rows[index].slot, : ends[index]],
-            masks={i: self._mask(request.slot) for i, request in enumerate(requests) if request.params.is_constrained},
+            masks={i: self._mask(rows[i].slot, ends[i]) for i, r in enumerate(requests) if r.params.is_constrained},
             held_back=held_back,
         )
 
-    def _mask(self, slot: int) -> bytes:
-        mask = self._masks.get(slot)
+    def _mask(self, slot: int, position: int) -> bytes:
+        mask = self._masks.get((slot, position))
         if mask is None:
-            raise ValueError(f"slot {slot} samples under a grammar but the step has no mask for it")
+            raise ValueError(f"slot {slot} samples token {position} under a grammar but the step has no mask for it")
         return mask
 
 

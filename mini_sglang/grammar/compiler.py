@@ -6,6 +6,7 @@ with one matcher per request. Knows no engine: callers decide when to compile an
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -86,7 +87,7 @@ class Matcher:
         self._closings = closings
         self._room_for_a_call = room_for_a_call  # in tokens, for one more; none in a grammar of something else
         self._end_of_calls = list(end_of_calls)  # after the last; none: the answer may end there
-        self._tokens_left = max_tokens
+        self.tokens_left = max_tokens
         self._next_look = min(max_tokens, _LONGEST_ENDING)  # tokens left when the way to the end is looked at next
         self._ending_length = 0  # at the latest look
         # The most tokens by which it was longer than at the look before, and a few; one more argument takes many.
@@ -98,8 +99,15 @@ class Matcher:
         self._matcher.consume_token(token_id)
         if self._numbers is not None:
             self._numbers.advance(token_id)
-        self._tokens_left -= 1
+        self.tokens_left -= 1
         self._check()
+
+    def fork(self) -> Matcher:
+        """Another one at the same place, which goes on by itself."""
+        other = copy.copy(self)
+        other._matcher, other._numbers = self._matcher.deep_copy(), copy.copy(self._numbers)
+        other._ending = self._ending.copy()
+        return other
 
     def mask(self) -> bytes:
         """One bit per token that says whether it may come next, lowest bit first, in whole words of 32 bits.
@@ -110,7 +118,7 @@ class Matcher:
         self._check()
         if not any(mask):
             raise FieldError(self._field, "cannot be followed: it allows no token of this model here")
-        if not self._ending and (self._tokens_left <= self._next_look or self._may_be_last_call(mask)):
+        if not self._ending and (self.tokens_left <= self._next_look or self._may_be_last_call(mask)):
             self._look_for_ending()
         if self._numbers is not None:
             mask = self._numbers.apply(mask)
@@ -137,10 +145,10 @@ class Matcher:
         What the model says next may make it longer, as one more object does that it opens. As much is kept free as it
         has grown so far from one look to the next, or, between two calls, as one more call may need.
         """
-        room = self._tokens_left - 1  # an answer that ends with its very last token counts as cut off
+        room = self.tokens_left - 1  # an answer that ends with its very last token counts as cut off
         ending = self._finder.find(self._matcher.deep_copy(), room, self._closings)
         if ending is None:  # what comes next may lead to one
-            self._next_look = self._tokens_left - max(room // 8, 1)
+            self._next_look = self.tokens_left - max(room // 8, 1)
             return
         if self._ending_length:
             self._growth = max(self._growth, len(ending) - self._ending_length)
@@ -149,11 +157,11 @@ class Matcher:
         spare = room - len(ending) - (self._room_for_a_call if may_call else self._growth)
         if spare <= 0 and (may_call or not self._matcher.is_accepting()):  # a complete answer may be cut off
             self._ending = ending
-        self._next_look = self._tokens_left - max(spare // 4, 1)
+        self._next_look = self.tokens_left - max(spare // 4, 1)
 
     def _may_be_last_call(self, mask: bytes) -> bool:
         """Whether calls may end here, and too few tokens are left for one more."""
-        if self._tokens_left > self._room_for_a_call + len(self._end_of_calls) + 1:
+        if self.tokens_left > self._room_for_a_call + len(self._end_of_calls) + 1:
             return False
         if self._end_of_calls:
             return bool(mask[self._end_of_calls[0] >> 3] >> (self._end_of_calls[0] & 7) & 1)

@@ -1,8 +1,8 @@
 """The masks of running requests that have a grammar, computed in threads beside the engine's steps.
 
-A request gets a matcher, which is compiled, and then advanced by every token that was read; each time the mask for the
-token after it is due, and the request is not scheduled before it is there. Steps of other requests go on meanwhile.
-Knows request ids, tokens and grammars; does not know the scheduler.
+A request gets a matcher, which is compiled, and then advanced by the tokens that were read; each time the mask for the
+token after them is due, with those along a draft if there is one, and the request is not scheduled before they are
+there. Steps of other requests go on meanwhile. Knows request ids, tokens and grammars; does not know the scheduler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from mini_sglang.errors import FieldError
-from mini_sglang.grammar.compiler import GrammarCompiler, Matcher, unsupported
+from mini_sglang.grammar.ahead import Ahead, Lookahead
+from mini_sglang.grammar.compiler import GrammarCompiler, unsupported
 from mini_sglang.sampling_params import SamplingParams
 
 PATIENCE_S = 0.002  # a mask takes microseconds; one that takes longer costs its request a step, and the others none
@@ -21,10 +22,10 @@ PATIENCE_S = 0.002  # a mask takes microseconds; one that takes longer costs its
 
 @dataclass(frozen=True, slots=True)
 class NextMask:
-    """What came of a request's latest token: a mask for the next one, or the end of the answer."""
+    """What came of a request's latest tokens: masks for the next ones, or the end of the answer."""
 
     request_id: str
-    mask: bytes | None = None  # None: nothing can follow
+    ahead: Ahead | None = None  # None: nothing can follow
     error: str | None = None  # why, if the grammar is at fault
     error_field: str | None = None  # the subject of `error`, which is then the rest of a sentence
 
@@ -34,20 +35,21 @@ class _Constraint:
     params: SamplingParams
     max_tokens: int
     is_compiled: bool = False
-    matcher: Matcher | None = None
-    due: Future[bytes | None] | None = None
+    lookahead: Lookahead | None = None
+    due: Future[Ahead | None] | None = None
 
 
 class GrammarMasks:
     """One matcher per request, and the threads that work on them. `load` makes the compiler, for the first grammar.
 
-    `add` and `check` belong to one thread.
+    Drafts have up to `most_drafted` tokens. `add` and `check` belong to one thread.
     """
 
-    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+    def __init__(self, load: Callable[[], GrammarCompiler], most_drafted: int = 0) -> None:
         self._compiling = ThreadPoolExecutor(2, "grammar")
         self._advancing = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "mask")
         self._load = load
+        self._most_drafted = most_drafted
         self._compiler: Future[GrammarCompiler] | None = None  # the engine starts without
         self._constraints: dict[str, _Constraint] = {}
 
@@ -77,18 +79,21 @@ class GrammarMasks:
         constraint = self._constraints[request_id] = _Constraint(params, max_tokens)
         constraint.due = self._compiling.submit(self._begin, self._loading_compiler(), constraint)
 
-    def _begin(self, loading: Future[GrammarCompiler], constraint: _Constraint) -> bytes:
-        constraint.matcher = self._load_for(loading, constraint.params).compile(
-            constraint.params, constraint.max_tokens
-        )
-        return constraint.matcher.mask()
+    def _begin(self, loading: Future[GrammarCompiler], constraint: _Constraint) -> Ahead | None:
+        matcher = self._load_for(loading, constraint.params).compile(constraint.params, constraint.max_tokens)
+        constraint.lookahead = Lookahead(matcher)
+        return constraint.lookahead.look()
 
-    def advance(self, request_id: str, token_id: int) -> None:
-        """Begin to compute the mask for the token after `token_id`, which was drawn under the mask before."""
+    def advance(self, request_id: str, token_ids: list[int], draft: list[int] | None = None) -> None:
+        """Begin to compute the mask for the token after `token_ids`, which were drawn under the masks before.
+
+        And those along `draft` and what the grammar forces; None: nothing is to be drafted.
+        """
         constraint = self._constraints[request_id]
-        if constraint.matcher is None or constraint.due is not None:
+        if constraint.lookahead is None or constraint.due is not None:
             raise RuntimeError(f"request {request_id} has a token before the mask that it was drawn under")
-        constraint.due = self._advancing.submit(_advance, constraint.matcher, token_id)
+        most = 0 if draft is None else self._most_drafted
+        constraint.due = self._advancing.submit(_advance, constraint.lookahead, token_ids, draft or [], most)
 
     def drop(self, request_id: str) -> None:
         """Forget a request, if it has a grammar."""
@@ -107,7 +112,7 @@ class GrammarMasks:
         due = [constraint.due for constraint in self._constraints.values() if constraint.due is not None]
         wait(due, timeout_s, FIRST_COMPLETED)
 
-    def _take(self, request_id: str, constraint: _Constraint, due: Future[bytes | None]) -> NextMask:
+    def _take(self, request_id: str, constraint: _Constraint, due: Future[Ahead | None]) -> NextMask:
         constraint.due, constraint.is_compiled = None, True
         try:
             return NextMask(request_id, due.result())
@@ -122,6 +127,6 @@ class GrammarMasks:
         self._advancing.shutdown(wait=False, cancel_futures=True)
 
 
-def _advance(matcher: Matcher, token_id: int) -> bytes | None:
-    matcher.advance(token_id)
-    return None if matcher.is_finished else matcher.mask()
+def _advance(lookahead: Lookahead, token_ids: list[int], draft: list[int], most: int) -> Ahead | None:
+    lookahead.advance(token_ids)
+    return lookahead.look(draft, most)

@@ -56,7 +56,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     new_requests: list[NewRequest]
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
-    masks: dict[int, bytes] = {}  # by slot, of every row that samples under a grammar: one bit per token, 1 is allowed
+    masks: dict[int, list[bytes]] = {}  # by slot, under a grammar, for each sample: one bit per token, 1 is allowed
     drafts: dict[int, list[int]] = {}  # by slot, of every row that verifies: its last tokens, which nobody sampled
 
     @property

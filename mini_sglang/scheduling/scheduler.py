@@ -145,11 +145,20 @@ class Scheduler:
         if request is not None:
             self._end(request, reason)
 
-    def set_mask(self, request_id: str, mask: bytes) -> None:
-        """Set which tokens may follow the tokens read so far of a constrained request, which waits until then."""
+    def propose(self, request_id: str) -> list[int] | None:
+        """What a constrained request may go on with; for `set_masks`. None: nothing is to be drafted for it."""
+        request = self._requests.get(request_id)
+        return None if request is None or self._gate is None else self._gate.propose(request)
+
+    def set_masks(self, request_id: str, masks: list[bytes], draft: list[int], forced: list[bool]) -> None:
+        """Set which tokens may follow the tokens read so far of a constrained request, which waits until then.
+
+        And which may follow each token of a draft, of whose tokens some may be all that the grammar allows.
+        """
         request = self._requests.get(request_id)
         if request is not None:
-            request.mask, request.mask_position = mask, request.num_known_tokens
+            request.masks, request.mask_position = masks, request.num_known_tokens
+            request.draft, request.forced = draft, forced
 
     def end(
         self, request_id: str, reason: FinishReason, error: str | None = None, error_field: str | None = None
@@ -424,7 +433,7 @@ class Scheduler:
             assert request.slot is not None
             rows.append(Row(request.slot, start, count, samples))
             if samples and request.is_constrained:
-                masks[request.slot] = request.mask
+                masks[request.slot] = request.masks[:samples]
             request.last_step = step
             if start < len(request.prompt_ids) or (count > 1 and count > samples):
                 self.kv.commit(request, step, tail=samples > 0)

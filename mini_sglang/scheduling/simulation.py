@@ -78,7 +78,7 @@ class SimulatedExecutor:
         self._vocab_size = vocab_size
         self._pages = [[GARBAGE] * page_size for _ in range(num_pages)]
         self._slots: list[_Slot | None] = [None] * num_slots
-        self._masks: dict[int, bytes] = {}
+        self._masks: dict[int, list[bytes]] = {}
 
     def launch(self, batch: ScheduledBatch, *, fail: bool = False) -> StepResult:
         """Run one step. With `fail`, what it computes is garbage. Raises WrongPageError or WrongMaskError."""
@@ -163,9 +163,9 @@ class SimulatedExecutor:
         slot, first = self._slot(row.slot), row.start + row.count - row.samples + 1
         if not row.samples:
             return []
-        mask = self._masks.get(row.slot)
-        if mask != (mask_for(first) if slot.is_constrained else None):
-            raise WrongMaskError(f"{row} samples under the mask {mask!r}")
+        masks = self._masks.get(row.slot)
+        if masks != ([mask_for(first + place) for place in range(row.samples)] if slot.is_constrained else None):
+            raise WrongMaskError(f"{row} samples under the masks {masks!r}")
         computed = slot.fingerprints[first - 1 : first - 1 + row.samples]
         sampled = [next_token(value, self._vocab_size) if is_sound else GARBAGE for value in computed]
         kept = common_prefix(token_array(slot.tokens[first:]), token_array(sampled))
@@ -177,7 +177,8 @@ class SimulatedExecutor:
 class Simulation:
     """The engine's loop around a real Scheduler and a SimulatedExecutor.
 
-    The mask for a constrained request's next token is known `mask_delay` steps after the token before it.
+    The masks for a constrained request's next token, and along its draft, are known `mask_delay` steps after the token
+    before it.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Simulation:
         )
         self.vocab_size = vocab_size
         self.mask_delay = mask_delay
-        self._due_masks: dict[str, int] = {}  # by request: steps until it is known
+        self._due_masks: dict[str, tuple[int, list[int]]] = {}  # by request: steps until they are known, and the draft
         self.run_ahead = config.run_ahead
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, FinishReason] = {}
@@ -206,7 +207,7 @@ class Simulation:
         self.scheduler.add(request)
         self.requests[request.request_id] = request
         if request.is_constrained:
-            self._due_masks[request.request_id] = self.mask_delay
+            self._due_masks[request.request_id] = self.mask_delay, []
 
     def step(self, *, fail_launch: bool = False, fail_read: bool = False) -> StepOutputs:
         """Launch the next step and read the oldest one that is due.
@@ -242,15 +243,18 @@ class Simulation:
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
             elif self.requests[output.request_id].is_constrained:
-                self._due_masks[output.request_id] = self.mask_delay
+                draft = self.scheduler.propose(output.request_id) or []
+                self._due_masks[output.request_id] = self.mask_delay, draft
         return outputs
 
     def _deliver_masks(self) -> None:
-        for request_id, steps in list(self._due_masks.items()):
-            self._due_masks[request_id] = steps - 1
+        for request_id, (steps, draft) in list(self._due_masks.items()):
+            self._due_masks[request_id] = steps - 1, draft
             if steps == 0:
                 del self._due_masks[request_id]
-                self.scheduler.set_mask(request_id, mask_for(self.requests[request_id].num_known_tokens))
+                known = self.requests[request_id].num_known_tokens
+                masks = [mask_for(known + place) for place in range(len(draft) + 1)]
+                self.scheduler.set_masks(request_id, masks, draft, [place % 3 == 0 for place in range(len(draft))])
 
     def check_outputs(self) -> None:
         """Raise RuntimeError unless every output so far is what follows its prompt, looked up if that was asked for."""

@@ -5,12 +5,15 @@ else: so a request gets the tokens that it would get without. (Speculative decod
 who accept by ratios of probabilities; drafts from the prompt: Saxena's prompt lookup decoding, 2023.)
 
 A proposer drafts, and the gate says how much of each draft pays: a drafted token makes the step longer, and shortens
-the answer only if it is accepted. Integers and floats; no tensors and no clock.
+the answer only if it is accepted. Under a grammar a draft ends where it is forbidden, and what the grammar forces is
+drafted without a proposer (SGLang's jump-forward decoding). Integers and floats; no tensors and no clock.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +25,8 @@ from mini_sglang.scheduling.batch import MOST_VERIFIED, Row
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.stats import DraftStats
 from mini_sglang.scheduling.step_cost import StepCost, Work, work_of
+
+logger = logging.getLogger(__name__)
 
 FIRST_ACCEPTANCE = 0.5  # of drafted tokens, before any was verified
 MOST_ACCEPTANCE = 0.99  # that is reckoned with
@@ -97,6 +102,33 @@ class _Index:
         self.num_indexed = len(tokens)
 
 
+class InVocabulary:
+    """What a proposer drafts, as far as the model has such tokens: no device could look up others.
+
+    They are left out, with a warning the first time: like any wrong draft they cost time, and no request its answer.
+    """
+
+    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+        self._proposer, self._vocab_size = proposer, vocab_size
+        self._has_warned = False
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        draft = self._proposer.propose(request, most)[:most]
+        bad = next((place for place, token_id in enumerate(draft) if not 0 <= token_id < self._vocab_size), None)
+        if bad is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "proposer %s drafts token %d, but token ids are between 0 and %d: its drafts end before such a token",
+                type(self._proposer).__name__,
+                draft[bad],
+                self._vocab_size - 1,
+            )
+        return draft[:bad]
+
+    def forget(self, request: Request) -> None:
+        self._proposer.forget(request)
+
+
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"ngram": NgramProposer}  # by what `speculative` may be
 
 
@@ -118,9 +150,12 @@ class Gate:
     that was proposed and not verified counts too, once the one that came is known.
 
     With `hesitates`, a request whose drafts do not pay is left alone for a while: it would have to wait for each step
-    to be read, since nothing can be drafted behind a token that is not known. Nothing is drafted for a request with a
-    grammar, whose masks are known for one token alone, nor with `skips_penalised` for one with penalties, of which a
-    GPU's sampler counts what it draws.
+    to be read, since nothing can be drafted behind a token that is not known. One with a grammar waits anyway, but
+    masks along drafts that do not pay are not worth computing either. What is drafted for it comes with its masks:
+    `propose` is asked before they are computed, and `draft` takes what they left of it and added.
+
+    With `skips_penalised` nothing is drafted for a request with penalties, of which a GPU's sampler counts what it
+    draws.
     """
 
     def __init__(
@@ -142,10 +177,14 @@ class Gate:
 
     def is_due(self, request: Request) -> bool:
         """Whether drafts are to be considered once all of the request's tokens are known: it waits for that."""
-        if request.is_constrained or (self._skips_penalised and request.params.is_penalised):
+        if self._skips_penalised and request.params.is_penalised:
             return False
         record = self._records.get(request)
         return record is None or request.num_known_tokens >= record.next_try
+
+    def propose(self, request: Request) -> list[int] | None:
+        """What a request with a grammar may go on with, if it is due: for its masks. None: it has no use for any."""
+        return self._proposer.propose(request, self._most) if self.is_due(request) else None
 
     def draft(self, plan: Mapping[Request, int], candidates: Iterable[Request]) -> dict[Request, list[int]]:
         """What each of `candidates`, whose next token `plan` computes, verifies beside it; those without are left out.
@@ -155,15 +194,15 @@ class Gate:
         proposed = []
         for request in candidates:
             record = self._record(request)
-            draft = self._proposer.propose(request, self._most)
+            draft = request.draft if request.is_constrained else self._proposer.propose(request, self._most)
             if draft:
                 proposed.append((record, request, draft))
-            else:
+            elif not request.is_constrained:
                 self._put_off(request, record)
         if self._always or not proposed:
             drafts = {request: draft for _, request, draft in proposed}
         else:
-            drafts = self._gated(plan, sorted(proposed, key=lambda each: -each[0].acceptance))
+            drafts = self._gated(plan, sorted(proposed, key=lambda each: -_chance(each[0], each[1], 0)))
         for request in drafts:
             self._records[request].pause = 1
         return drafts
@@ -177,26 +216,29 @@ class Gate:
             work_of(Row(0, request.num_computed_tokens, count, 1) for request, count in plan.items())
         )
         for record, request, draft in proposed:
-            length, more, longer_us = self._worth(record.acceptance, request, len(draft), tokens / us)
+            length, more, longer_us = self._worth(record, request, len(draft), tokens / us)
             if length:
                 tokens, us = tokens + more, us + longer_us
                 drafts[request] = draft[:length]
             else:
-                record.expected = (request.num_known_tokens, draft[0])
+                if not _is_forced(request, 0):
+                    record.expected = (request.num_known_tokens, draft[0])
                 self._put_off(request, record)
         return drafts
 
-    def _worth(self, acceptance: float, request: Request, most: int, rate: float) -> tuple[int, float, float]:
+    def _worth(self, record: _Record, request: Request, most: int, rate: float) -> tuple[int, float, float]:
         """How many drafted tokens are worth their time where a step makes `rate` tokens in a microsecond.
 
         Returns their number, the tokens to be expected of them, and the microseconds that they take.
         """
         start = request.num_computed_tokens
         token_us = self._cost.prompt_us(start, 2) - self._cost.prompt_us(start, 1)
-        chance = min(acceptance, MOST_ACCEPTANCE)
         worth = min(rate * token_us, 1.0)  # the least chance that pays
-        length = min(most, int(math.log(worth) / math.log(chance))) if chance > worth else 0
-        expected = chance * (1 - chance**length) / (1 - chance)
+        length, expected = 0, 0.0
+        for chance in itertools.accumulate((_chance(record, request, place) for place in range(most)), operator.mul):
+            if chance < worth:
+                break
+            length, expected = length + 1, expected + chance
         us = self._cost.prompt_us(start, 1 + length) - self._cost.predict(Work(0, 1, start, 0, 0))
         return (length, expected, us) if expected > rate * us else (0, 0.0, 0.0)
 
@@ -221,17 +263,16 @@ class Gate:
         record = self._records.get(request)
         if record is None:  # it has ended
             return
-        for _ in range(num_accepted):
-            self._note(record, True)
-        if num_accepted < num_drafted:
-            self._note(record, False)
+        for place in range(min(num_accepted + 1, num_drafted)):
+            if not _is_forced(request, place):  # else nobody has guessed
+                self._note(record, place < num_accepted)
 
     def _note(self, record: _Record, was_accepted: bool) -> None:
         record.acceptance += RATE * (was_accepted - record.acceptance)
         self._acceptance += SLOW_RATE * (was_accepted - self._acceptance)
 
     def _put_off(self, request: Request, record: _Record) -> None:
-        if self._hesitates:
+        if self._hesitates or request.is_constrained:
             record.next_try = request.num_known_tokens + record.pause
             record.pause = min(2 * record.pause, LONGEST_PAUSE)
 
@@ -249,12 +290,24 @@ class Gate:
         )
 
 
-def make_gate(config: ResolvedConfig, cost: StepCost | None, proposer: Proposer | None = None) -> Gate | None:
+def _is_forced(request: Request, place: int) -> bool:
+    """Whether the request's grammar allows nothing but the token at a place of its draft."""
+    return place < len(request.forced) and request.forced[place]
+
+
+def _chance(record: _Record, request: Request, place: int) -> float:
+    """That a drafted token is accepted if those before it are."""
+    return 1.0 if _is_forced(request, place) else min(record.acceptance, MOST_ACCEPTANCE)
+
+
+def make_gate(
+    config: ResolvedConfig, cost: StepCost | None, vocab_size: int, proposer: Proposer | None = None
+) -> Gate | None:
     """The gate that a configuration asks for, before `proposer` or the one that it names; None: nothing is drafted."""
     if config.speculative == "none" or cost is None:
         return None
     return Gate(
-        proposer or PROPOSERS[config.speculative](),
+        InVocabulary(proposer, vocab_size) if proposer else PROPOSERS[config.speculative](),
         config.speculative_tokens,
         cost,
         hesitates=config.run_ahead > 0,

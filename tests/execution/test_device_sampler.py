@@ -7,6 +7,7 @@ from array import array
 import torch
 
 from mini_sglang.execution.device_sampler import DeviceSampler
+from mini_sglang.execution.drafts import draws
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.sampling_params import SamplingParams
@@ -120,13 +121,27 @@ def test_a_token_of_the_prompt_counts_as_repeated_once_however_often_it_is_there
     assert requests.step(logits[:1], [0]) == ([5], [5])
 
 
+def mask_of(token_id: int) -> bytes:
+    return (1 << token_id).to_bytes(VOCAB // 8, "little")
+
+
 def test_a_row_under_a_grammar_draws_by_the_mask_of_its_step() -> None:
     requests = Requests()
     requests.place(0, SamplingParams(regex="a|b"), [1, 2], num_prompt_tokens=2)
     row, logits = Row(0, 0, 2, True), torch.zeros(1, VOCAB, device=DEVICE)
     for token in (9, 30):
-        requests.sampler.take(ScheduledBatch(1, [row], [], [], [], {0: (1 << token).to_bytes(VOCAB // 8, "little")}))
+        requests.sampler.take(ScheduledBatch(1, [row], [], [], [], {0: [mask_of(token)]}))
         assert requests.sampler.sample([row], logits).token_ids.tolist() == [token]
+
+
+def test_what_follows_each_token_of_a_draft_is_drawn_by_a_mask_of_its_own() -> None:
+    requests = Requests()
+    requests.place(0, SamplingParams(regex="a|b"), [1, 2, 9, 30], num_prompt_tokens=2)
+    requests.place(1, SamplingParams(temperature=0), [1, 2], num_prompt_tokens=2)
+    rows, logits = [Row(0, 1, 3, 3), Row(1, 1, 1, 1)], torch.zeros(4, VOCAB, device=DEVICE)
+    masks = {0: [mask_of(token) for token in (9, 30, 7)]}
+    requests.sampler.take(ScheduledBatch(1, rows, [], [], [], masks, {0: [9, 30]}))
+    assert requests.sampler.sample(draws(rows), logits).token_ids.tolist() == [9, 30, 7, 0]
 
 
 def test_the_tokens_that_a_step_left_on_the_host_hold_unless_a_row_is_drawn_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mini_sglang.execution.drafts import draws
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.sampler import TorchSampler
 from mini_sglang.sampling_params import SamplingParams
@@ -95,11 +96,22 @@ def test_a_row_under_a_grammar_is_drawn_by_the_mask_of_its_step() -> None:
     requests = table()
     requests.take([NewRequest(0, [200, 201], 1, SamplingParams(temperature=0, regex="a"), 5)])
     rows, logits, sampler = [Row(0, 1, 1, True)], torch.zeros(1, 8), TorchSampler(requests)
-    with pytest.raises(ValueError, match="slot 0 samples under a grammar but the step has no mask for it"):
+    with pytest.raises(ValueError, match="slot 0 samples token 2 under a grammar but the step has no mask for it"):
         sampler.sample(rows, logits)
     for token in (3, 6):
-        sampler.take(ScheduledBatch(1, rows, [], [], [], {0: bytes([1 << token])}))
+        sampler.take(ScheduledBatch(1, rows, [], [], [], {0: [bytes([1 << token])]}))
         assert sampler.sample(rows, logits).token_ids.tolist() == [token]
+
+
+def test_what_follows_each_token_of_a_draft_is_drawn_by_a_mask_of_its_own() -> None:
+    requests = table()
+    for slot, params in enumerate((SamplingParams(temperature=0, regex="a"), SamplingParams(temperature=0))):
+        requests.take([NewRequest(slot, [1, 2], 1, params, 5)])
+    rows = [Row(1, 1, 1, 1), Row(0, 1, 3, 3)]
+    sampler = TorchSampler(requests)
+    masks = [bytes([1 << token]) for token in (3, 6, 5)]
+    sampler.take(ScheduledBatch(1, rows, [], [], [], {0: masks}, {0: [3, 6]}))
+    assert sampler.sample(draws(rows), torch.zeros(4, 8)).token_ids.tolist() == [0, 3, 6, 5]
 
 
 def test_the_last_token_of_a_full_context_has_a_place() -> None:

@@ -54,10 +54,10 @@ def was_preempted(seen: Seen) -> bool:
 
 
 def drafts_were_verified(seen: Seen) -> bool:
-    """Some of the request's were accepted, and some rejected. A request with a grammar has none: its neighbours do."""
-    names = seen.others.keys() if seen.params.is_constrained else seen.request_ids
-    chunks = [chunk for chunk in seen.steps.chunks_of(names) if chunk.drafted]
-    return any(chunk.accepted for chunk in chunks) and any(chunk.accepted < chunk.drafted for chunk in chunks)
+    """Some of the request's were accepted, and some rejected. Those that a grammar forbids are cut before."""
+    chunks = [chunk for chunk in seen.steps.chunks_of(seen.request_ids) if chunk.drafted]
+    was_rejected = any(chunk.accepted < chunk.drafted for chunk in chunks) or seen.params.is_constrained
+    return any(chunk.accepted for chunk in chunks) and was_rejected
 
 
 def neighbours_were_aborted(seen: Seen) -> bool:

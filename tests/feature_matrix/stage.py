@@ -82,7 +82,8 @@ class Stage:
             self.close()
             settings = {**dict(cell.settings), "step_log": str(self._log)}
             model, self._proposer = str(self._plain.checkpoint(cell.model).path), KnowsAnswers()
-            self._llm, self._key = LLM(model, proposer=self._proposer, **settings), key
+            proposer = self._proposer if "speculative" in settings else None
+            self._llm, self._key = LLM(model, proposer=proposer, **settings), key
         return self._llm
 
 

@@ -335,7 +335,7 @@ def test_only_a_launched_step_can_fail() -> None:
 def test_after_a_failed_launch_the_page_tables_of_all_that_run_are_sent_again() -> None:
     scheduler = Scheduler(config())
     scheduler.add(Request("waits for its mask", distinct(1, 6), SamplingParams(regex="a*")))
-    scheduler.set_mask("waits for its mask", b"")
+    scheduler.set_masks("waits for its mask", [b""], [], [])
     batch = scheduler.schedule()
     assert batch is not None
     (pages,) = batch.new_pages
@@ -344,7 +344,7 @@ def test_after_a_failed_launch_the_page_tables_of_all_that_run_are_sent_again() 
     batch = scheduler.schedule()
     assert batch is not None
     scheduler.fail(batch, "the launch failed")
-    scheduler.set_mask("waits for its mask", b"")
+    scheduler.set_masks("waits for its mask", [b""], [], [])
     batch = scheduler.schedule()
     assert batch is not None
     assert batch.new_pages == [pages]
@@ -547,8 +547,8 @@ def test_a_page_exchanged_between_two_steps_is_free_at_once() -> None:
     for name in "ab":
         scheduler.add(Request(name, [0], SamplingParams(regex="a*")))
     for _ in range(2):  # the second step computes the same token for both of them
-        scheduler.set_mask("a", b"")
-        scheduler.set_mask("b", b"")
+        scheduler.set_masks("a", [b""], [], [])
+        scheduler.set_masks("b", [b""], [], [])
         batch = scheduler.schedule()
         assert batch is not None
         assert len(batch.rows) == 2

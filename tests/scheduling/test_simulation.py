@@ -56,19 +56,19 @@ def test_the_same_orders_with_the_right_pages_are_obeyed() -> None:
     assert token != GARBAGE
 
 
-@pytest.mark.parametrize("masks", [{}, {0: mask_for(2)}, {1: mask_for(3)}])
-def test_a_wrong_mask_is_found(masks: dict[int, bytes]) -> None:
+@pytest.mark.parametrize("masks", [{}, {0: [mask_for(2)]}, {1: [mask_for(3)]}, {0: [mask_for(3)] * 2}])
+def test_a_wrong_mask_is_found(masks: dict[int, list[bytes]]) -> None:
     with pytest.raises(WrongMaskError, match="samples under the mask"):
         executor(CONSTRAINED).launch(batch(Row(0, 2, 1, True), masks=masks))
 
 
 def test_a_mask_that_nobody_asked_for_is_found() -> None:
     with pytest.raises(WrongMaskError, match="samples under the mask"):
-        executor().launch(batch(Row(0, 2, 1, True), masks={0: mask_for(3)}))
+        executor().launch(batch(Row(0, 2, 1, True), masks={0: [mask_for(3)]}))
 
 
 def test_the_right_mask_is_obeyed() -> None:
-    result = executor(CONSTRAINED).launch(batch(Row(0, 2, 1, True), masks={0: mask_for(3)}))
+    result = executor(CONSTRAINED).launch(batch(Row(0, 2, 1, True), masks={0: [mask_for(3)]}))
     assert result == StepResult(result.token_ids, [None], {0: []})
 
 
