@@ -174,6 +174,7 @@ class Gate:
         self._acceptance = FIRST_ACCEPTANCE
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted_at = [0] * most
+        self._rate = 0.0  # tokens that the latest step would make in a microsecond without drafts, for `propose`
 
     def is_due(self, request: Request) -> bool:
         """Whether drafts are to be considered once all of the request's tokens are known: it waits for that."""
@@ -183,23 +184,41 @@ class Gate:
         return record is None or request.num_known_tokens >= record.next_try
 
     def propose(self, request: Request) -> list[int] | None:
-        """What a request with a grammar may go on with, if it is due: for its masks. None: it has no use for any."""
-        return self._proposer.propose(request, self._most) if self.is_due(request) else None
+        """What a request with a grammar may go on with, if it is due: for its masks. None: it has no use for any.
+
+        As much as would pay in the step before: where nothing does, no masks along guesses are computed.
+        """
+        if not self.is_due(request):
+            return None
+        record, draft = self._record(request), self._proposer.propose(request, self._most)
+        if not draft or self._always:
+            return draft
+        least, chance = self._least_chance(request, self._rate), min(record.acceptance, MOST_ACCEPTANCE)
+        length = next((place for place in range(len(draft)) if chance ** (place + 1) < least), len(draft))
+        if length == 0:
+            record.expected = (request.num_known_tokens, draft[0])
+        return draft[:length]
+
+    def _least_chance(self, request: Request, rate: float) -> float:
+        """That a drafted token must have to be accepted, where a step makes `rate` tokens in a microsecond."""
+        start = request.num_computed_tokens
+        return min(rate * (self._cost.prompt_us(start, 2) - self._cost.prompt_us(start, 1)), 1.0)
 
     def draft(self, plan: Mapping[Request, int], candidates: Iterable[Request]) -> dict[Request, list[int]]:
         """What each of `candidates`, whose next token `plan` computes, verifies beside it; those without are left out.
 
         `plan` has the number of tokens that the step computes of each request.
         """
-        proposed = []
+        proposed, have_grammar = [], False
         for request in candidates:
             record = self._record(request)
             draft = request.draft if request.is_constrained else self._proposer.propose(request, self._most)
+            have_grammar = have_grammar or request.is_constrained
             if draft:
                 proposed.append((record, request, draft))
             elif not request.is_constrained:
                 self._put_off(request, record)
-        if self._always or not proposed:
+        if self._always or not (proposed or have_grammar):
             drafts = {request: draft for _, request, draft in proposed}
         else:
             drafts = self._gated(plan, sorted(proposed, key=lambda each: -_chance(each[0], each[1], 0)))
@@ -215,6 +234,7 @@ class Gate:
         us = self._cost.predict(
             work_of(Row(0, request.num_computed_tokens, count, 1) for request, count in plan.items())
         )
+        self._rate = tokens / us
         for record, request, draft in proposed:
             length, more, longer_us = self._worth(record, request, len(draft), tokens / us)
             if length:
@@ -232,11 +252,9 @@ class Gate:
         Returns their number, the tokens to be expected of them, and the microseconds that they take.
         """
         start = request.num_computed_tokens
-        token_us = self._cost.prompt_us(start, 2) - self._cost.prompt_us(start, 1)
-        worth = min(rate * token_us, 1.0)  # the least chance that pays
-        length, expected = 0, 0.0
+        least, length, expected = self._least_chance(request, rate), 0, 0.0
         for chance in itertools.accumulate((_chance(record, request, place) for place in range(most)), operator.mul):
-            if chance < worth:
+            if chance < least:
                 break
             length, expected = length + 1, expected + chance
         us = self._cost.prompt_us(start, 1 + length) - self._cost.predict(Work(0, 1, start, 0, 0))

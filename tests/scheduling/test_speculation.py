@@ -148,12 +148,30 @@ def test_what_a_grammar_forces_says_nothing_of_the_proposer() -> None:
     assert gate._records[running].acceptance < before
 
 
-def test_no_masks_are_asked_for_along_drafts_that_do_not_pay() -> None:
-    gate, running = Gate(Fixed(7), 8, DEAR_TOKENS), under_grammar([7], [False])
-    assert gate.propose(running) == [7]
-    for _ in range(3):
-        gate.draft({running: 1}, [running])
+def test_no_masks_are_asked_for_along_guesses_that_do_not_pay() -> None:
+    """But where guesses are left out, what a grammar forces is looked for, until that does not pay either."""
+    gate, running = Gate(Fixed(7, 8), 8, DEAR_TOKENS), under_grammar([], [])
+    assert gate.propose(running) == [7, 8]
+    gate.draft({running: 1}, [running])
+    assert gate.propose(running) == []
+    for _ in range(60):  # what would have come of the guesses is followed all the same
+        running.output_ids.append(7)
+        gate.propose(running)
+    assert gate._records[running].acceptance > 0.95
+    costly = StepCost(step=10, decode=100, context=0.001, token=120, pair=0.001)
+    gate, running = Gate(Fixed(7), 8, costly), under_grammar([9], [True])
+    gate.draft({running: 1}, [running])
     assert gate.propose(running) is None
+
+
+def test_guesses_pay_again_once_the_others_have_ended() -> None:
+    cost = StepCost(step=10_000, decode=10, context=0.001, token=200, pair=0.001)
+    gate, running = Gate(Fixed(7, 8), 8, cost), under_grammar([], [])
+    many = [running, *(request([1] * 20) for _ in range(200))]
+    gate.draft(dict.fromkeys(many, 1), [running])
+    assert gate.propose(running) == []
+    gate.draft({running: 1}, [running])
+    assert gate.propose(running) == [7, 8]
 
 
 def test_a_gate_comes_with_the_setting() -> None:
