@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 DEFAULT_MODEL = "smollm2-135m"
+WITHOUT_MODEL = ("none", "ngram")  # what `speculative` may be; anything else names a model
 
 
 def option(default: Any, help: str) -> Any:
@@ -59,7 +60,9 @@ class EngineConfig:
     )
     run_ahead: int | None = option(None, "steps launched before the oldest is read; none: 0 on CPU, 1 on GPU")
 
-    speculative: Literal["none", "ngram"] = option("none", "who drafts tokens that a step verifies together")
+    speculative: str = option(
+        "none", "who drafts tokens that a step verifies: none, ngram, or a model: a smaller one or an EAGLE-3 head"
+    )
     speculative_tokens: int = option(8, "most tokens of a draft")
     speculative_gate: bool = option(True, "draft only as much as pays, as steps and acceptance are measured")
 

@@ -45,7 +45,7 @@ class StepHandle:
         self.device_us: int | None = None  # known with the result, where steps are timed
         self._workers = workers
         self._logprobs = sampled.logprobs
-        self._prompt_logprobs = sampled.prompt_logprobs
+        self._prompt_logprobs, self._drafts = sampled.prompt_logprobs, sampled.drafts
         self._token_ids: torch.Tensor | memoryview[int] = sampled.token_ids
         self._free_buffers = free_buffers  # those that are free
         self._buffer = host_buffer
@@ -63,7 +63,7 @@ class StepHandle:
         if self._result is None:
             if self._buffer is not None:
                 self._wait_for(self._buffer.arrived)
-            self._result = StepResult(self._token_ids.tolist(), self._logprobs, self._prompt_logprobs)
+            self._result = StepResult(self._token_ids.tolist(), self._logprobs, self._prompt_logprobs, self._drafts)
             if self._buffer is not None:  # it was read, so the next step may use it
                 self.device_us = _elapsed_us(self._buffer)
                 self._free_buffers.append(self._buffer)

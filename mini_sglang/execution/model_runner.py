@@ -50,7 +50,7 @@ class ModelRunner:
         self.table = table
         self._pool = pool
         self._backends = backends
-        self._sampler = sampler
+        self.sampler = sampler
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Sampled:
@@ -63,7 +63,7 @@ class ModelRunner:
         self.table.take(batch.new_requests)
         if batch.drafts:
             write_drafts(self.table, batch)
-        self._sampler.take(batch)
+        self.sampler.take(batch)
         self._pool.copy_pages(batch.page_copies)
         return self.table.places_of(batch.new_pages)
 
@@ -75,7 +75,7 @@ class ModelRunner:
         hidden = self.model.hidden(self.forward_batch(rows, [index for part in asked for index in part.indices]))
         sampled = NOTHING_SAMPLED
         if sampling:
-            sampled = self._sampler.sample(sampling, self.model.logits(hidden[: len(sampling)]))
+            sampled = self.sampler.sample(sampling, self.model.logits(hidden[: len(sampling)]))
         if batch.drafts:
             accept(self.table, batch, sampled.token_ids)
         if asked:
@@ -85,9 +85,16 @@ class ModelRunner:
 
     def forward_batch(self, rows: list[Row], also_wanted: Sequence[int] = ()) -> ForwardBatch:
         """The tensors of a step; logits are wanted where it samples, and of the tokens `also_wanted` behind them."""
-        inputs = self.table.expand(rows)
-        logits_indices = inputs.logits_indices
-        if also_wanted:
-            logits_indices = torch.cat((logits_indices, self.table.send(also_wanted)))
-        backend = self._backends.decode if max(inputs.attention.counts) == 1 else self._backends.prefill
-        return ForwardBatch(inputs.input_ids, inputs.positions, logits_indices, backend.plan(inputs.attention))
+        return forward_batch(self.table, self._backends, rows, also_wanted)
+
+
+def forward_batch(
+    table: RequestTable, backends: Backends, rows: list[Row], also_wanted: Sequence[int] = ()
+) -> ForwardBatch:
+    """The tensors of a step; logits are wanted where it samples, and of the tokens `also_wanted` behind them."""
+    inputs = table.expand(rows)
+    logits_indices = inputs.logits_indices
+    if also_wanted:
+        logits_indices = torch.cat((logits_indices, table.send(also_wanted)))
+    backend = backends.decode if max(inputs.attention.counts) == 1 else backends.prefill
+    return ForwardBatch(inputs.input_ids, inputs.positions, logits_indices, backend.plan(inputs.attention))

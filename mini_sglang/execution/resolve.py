@@ -11,6 +11,7 @@ import torch
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
 from mini_sglang.config import EngineConfig, ResolvedConfig
+from mini_sglang.execution.load_drafter import DraftSource, find_drafter
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.kernels.interface import FP8
 from mini_sglang.memory import available_memory, total_memory
@@ -51,6 +52,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
             f"deterministic needs a GPU and attention_backend=triton, got {device} and {backend}; leave it off"
         )
     most_pages = slots * -(-context_length // config.page_size)
+    draft = find_drafter(config.replace(context_length=context_length), model)
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_here) if on_cpu else torch.get_num_threads()
     known = {
         "device": device,
@@ -60,7 +62,7 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
         "max_running_requests": slots,
         "max_prefill_tokens": config.max_prefill_tokens or (512 if on_cpu else 8192),
         "max_step_ms": config.max_step_ms or 0,
-        "num_pages": _cpu_pages(config, model, dtype, context_length, slots)
+        "num_pages": _cpu_pages(config, page_bytes(config, model, dtype, draft), context_length, slots)
         if on_cpu
         else config.num_pages or most_pages,
         "run_ahead": config.run_ahead if config.run_ahead is not None else 0 if on_cpu else 1,
@@ -126,9 +128,8 @@ def _cpu_slots(config: EngineConfig, context_length: int) -> int:
     return slots
 
 
-def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_length: int, slots: int) -> int:
+def _cpu_pages(config: EngineConfig, bytes_per_page: int, context_length: int, slots: int) -> int:
     """The pages asked for, or those within the byte budget, but then no more than can be of use to `slots` requests."""
-    bytes_per_page = page_bytes(config, model, dtype)
     memory = total_memory()
     if config.num_pages is not None:
         if config.num_pages > memory // bytes_per_page:
@@ -154,8 +155,11 @@ def _cpu_pages(config: EngineConfig, model: ModelConfig, dtype: str, context_len
     return min(pages, slots * pages_of_one)
 
 
-def page_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
-    """Of one page in the pool of each rank."""
+def page_bytes(config: EngineConfig, model: ModelConfig, dtype: str, draft: DraftSource | None = None) -> int:
+    """Of one page in the pools of each rank, with that of the model that drafts, if there is one."""
+    if draft is not None:
+        alone = config.replace(tp=1) if draft.is_head else config
+        return page_bytes(config, model, dtype) + page_bytes(alone, draft.layers, dtype)
     kv_heads = shard_heads(model.num_heads, model.num_kv_heads, 0, config.tp).kv.size
     return KVPool.bytes_per_page(model.num_layers, config.page_size, kv_heads, model.head_dim, kv_dtype(config, dtype))
 

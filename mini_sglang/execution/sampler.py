@@ -35,6 +35,7 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]  # the host has waited for these, if a row asks for them
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the rows that ask, by slot
     on_host: memoryview[int] | None = None  # [S], where the step leaves token_ids by itself
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # what a model drafted for the step, by slot
 
 
 NOTHING_SAMPLED = Sampled(torch.empty(0, dtype=torch.int64), [])

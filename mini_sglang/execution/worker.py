@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends, graph_backends, make_backends
 from mini_sglang.config import ResolvedConfig
+from mini_sglang.execution.drafting import Drafter, DraftingRunner, DraftMemory
+from mini_sglang.execution.load_drafter import find_drafter, load_drafter
 from mini_sglang.execution.model_runner import ModelRunner, Runner
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.resolve import DTYPES, kv_dtype, page_bytes
@@ -31,7 +34,7 @@ from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel.tensor_parallel import TensorParallel
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import MOST_VERIFIED, NewPages, NewRequest, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import MOST_VERIFIED, UNKNOWN, NewPages, NewRequest, Row, ScheduledBatch
 from mini_sglang.scheduling.step_cost import StepCost
 from mini_sglang.weights.dummy import load_dummy_weights
 from mini_sglang.weights.hub import ModelSource
@@ -74,7 +77,7 @@ class Worker:
         self.config = config
         self.model_config = model_config = replace(model_config, context_length=config.context_length)
         self._parallel = parallel
-        self._heads = parallel.heads(model_config.num_heads, model_config.num_kv_heads)
+        self._draft = find_drafter(config, model_config)
         torch.set_num_threads(config.num_threads)
         self._device, self._dtype = torch.device(config.device), DTYPES[config.dtype]
         if self._device.type == "cuda":  # the library whose choice for a long K and few rows is better by up to a fifth
@@ -91,13 +94,18 @@ class Worker:
                 load_dummy_weights(slots, seed=config.seed, device=self._device, show_progress=show_progress)
             else:
                 load_weights(source, model_config, slots, show_progress=show_progress)
+            self._drafter: Drafter | None = None
+            if self._draft is not None:
+                checked = partial(_checked, check=check)
+                self._drafter = load_drafter(self._draft, config, model, placement, checked)
         with _out_of_memory(_STEP_TOO_LARGE[self._device.type]):
             check()
             if precompiled is not None:
                 precompiled.wait()
             self.num_pages = parallel.minimum(self._fitting_pages(model)) if fit_pages else config.num_pages
             check()
-            self.runner = self._warmed_up(self._make_eager(model, self.num_pages))
+            eager = self._make_eager(model, self.num_pages)
+            self.runner = self._with_drafts(self._warmed_up(eager), eager)
             needs_cost = config.max_step_ms or config.speculative != "none"
             self.step_cost = self._measured_cost(slots.values()) if needs_cost else None
         parallel.barrier()
@@ -133,26 +141,7 @@ class Worker:
     def _make_eager(self, model: Transformer, num_pages: int) -> Eager:
         """A runner of `model` over a pool of `num_pages` pages, and one more for the idle slot of graphs."""
         config, max_rows = self.config, self.config.max_running_requests
-        pool = KVPool(
-            num_layers=model.config.num_layers,
-            num_pages=num_pages + 1,
-            page_size=config.page_size,
-            num_kv_heads=self._heads.kv.size,
-            head_dim=self.model_config.head_dim,
-            dtype=kv_dtype(config, config.dtype),
-            device=self._device,
-        )
-        backends = make_backends(
-            config.attention_backend,
-            pool,
-            num_heads=self._heads.queries.size,
-            dtype=self._dtype,
-            max_rows=max_rows,
-            deterministic=config.deterministic,
-            window=self.model_config.sliding_window,
-            full_layers=self.model_config.full_attention_layers,
-            sinks=self.model_config.attention_sinks,
-        )
+        pool, backends = self._make_pool(model.config, self._parallel, num_pages)
         table = RequestTable(max_rows, config.context_length, config.page_size, self._device, idle_page=num_pages)
         if self._device.type == "cpu":
             return Eager(ModelRunner(model, pool, backends, table, TorchSampler(table)), None, backends)
@@ -160,6 +149,41 @@ class Worker:
 
         sampler = DeviceSampler(table, self.model_config.vocab_size)
         return Eager(ModelRunner(model, pool, backends, table, sampler), sampler, backends)
+
+    def _make_pool(self, model: ModelConfig, parallel: TensorParallel, num_pages: int) -> tuple[KVPool, Backends]:
+        """A pool for a model's layers, as far as they are this rank's, and what attends over it."""
+        config, heads = self.config, parallel.heads(model.num_heads, model.num_kv_heads)
+        pool = KVPool(
+            num_layers=model.num_layers,
+            num_pages=num_pages + 1,
+            page_size=config.page_size,
+            num_kv_heads=heads.kv.size,
+            head_dim=model.head_dim,
+            dtype=kv_dtype(config, config.dtype),
+            device=self._device,
+        )
+        backends = make_backends(
+            config.attention_backend,
+            pool,
+            num_heads=heads.queries.size,
+            dtype=self._dtype,
+            max_rows=config.max_running_requests,
+            deterministic=config.deterministic,
+            window=model.sliding_window,
+            full_layers=model.full_attention_layers,
+            sinks=model.attention_sinks,
+        )
+        return pool, backends
+
+    def _with_drafts(self, runner: Runner, eager: Eager) -> Runner:
+        """`runner`, whose steps the model drafts for that `speculative` names, if it names one."""
+        if self._draft is None or self._drafter is None:
+            return runner
+        layers, parallel = self._draft.layers, self._draft.parallel(self._parallel)
+        memory = DraftMemory(
+            *self._make_pool(layers, parallel, self.num_pages), eager.runner.table, eager.runner.sampler
+        )
+        return DraftingRunner(runner, self._drafter, memory)
 
     def _fitting_pages(self, model: Transformer) -> int:
         """Pages that fit into `mem_fraction` of a GPU beside the weights and what the largest step was seen to take."""
@@ -184,7 +208,7 @@ class Worker:
         free, total = torch.cuda.mem_get_info(self._device)
         used_bytes = total - free + state_bytes
         kv_bytes = int(total * config.mem_fraction) - used_bytes - step_bytes - _GRAPH_BYTES
-        pages = kv_bytes // bytes_per_page
+        pages = kv_bytes // page_bytes(config, self.model_config, config.dtype, self._draft)
         if pages < 2:
             raise ValueError(
                 f"mem_fraction {config.mem_fraction} leaves {kv_bytes >> 20} MiB for the KV cache beside "
@@ -223,11 +247,18 @@ class Worker:
         kv_numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim  # of one token
         context_us = step_us * kv_numbers / parameters
         pair_us = token_us * 2 * model.num_layers * model.num_heads * model.head_dim / parameters
-        return StepCost(step=step_us, decode=token_us, context=context_us, token=token_us, pair=pair_us)
+        draft_us = 0.0
+        if self._draft is not None:
+            few = min(3, self._longest_prefill - 1)  # drafted tokens
+            drafting_us, plain_us = (
+                min(self._time_us(few + 1, [token] * few) for _ in range(3)) for token in (UNKNOWN, 0)
+            )
+            draft_us = max(drafting_us - plain_us, 0) / max(few, 1)
+        return StepCost(step_us, token_us, context_us, token_us, pair_us, draft_us)
 
-    def _time_us(self, tokens: int) -> float:
-        """How long a prompt of that many tokens takes, in microseconds."""
-        batch, start = self._prefill_step(tokens), time.perf_counter()
+    def _time_us(self, tokens: int, draft: list[int] | None = None) -> float:
+        """How long a prompt of that many tokens takes, in microseconds; the last ones may be drafted."""
+        batch, start = self._prefill_step(tokens, draft), time.perf_counter()
         self.runner.run(batch)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -238,14 +269,15 @@ class Worker:
         """Tokens of the longest prompt that one step computes."""
         return min(self.config.max_prefill_tokens, self.config.context_length)
 
-    def _prefill_step(self, tokens: int) -> ScheduledBatch:
-        """A step that computes a prompt of zeros in slot 0, on the first pages."""
+    def _prefill_step(self, tokens: int, draft: list[int] | None = None) -> ScheduledBatch:
+        """A step that computes a prompt of zeros in slot 0, on the first pages; the last tokens may be drafted."""
         return ScheduledBatch(
             step=0,
-            rows=[Row(slot=0, start=0, count=tokens, samples=1)],
+            rows=[Row(slot=0, start=0, count=tokens, samples=1 + len(draft or ()))],
             new_requests=[NewRequest(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
             new_pages=[NewPages(slot=0, first_index=0, page_ids=list(range(self._pages(tokens))))],
             page_copies=[],
+            drafts={0: draft} if draft else {},
         )
 
     def _pages(self, tokens: int) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from mini_sglang.outputs import TokenLogprobs
 from mini_sglang.sampling_params import SamplingParams
 
+UNKNOWN = -1  # a drafted token that a model beside the target is yet to draw, on the device
 MOST_VERIFIED = 768  # tokens that a step samples if any of them are drafted: CUDA graphs have room for as many
 
 
@@ -57,11 +58,16 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     new_pages: list[NewPages]
     page_copies: list[tuple[int, int]]
     masks: dict[int, list[bytes]] = {}  # by slot, under a grammar, for each sample: one bit per token, 1 is allowed
-    drafts: dict[int, list[int]] = {}  # by slot, of every row that verifies: its last tokens, which nobody sampled
+    drafts: dict[int, list[int]] = {}  # by slot, of every row that verifies: its last tokens; may be all UNKNOWN
 
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def num_model_drafts(self) -> int:
+        """How often a model drafts a token, of any number of requests, before the step."""
+        return max((len(draft) for draft in self.drafts.values() if is_unknown(draft)), default=0)
 
     @property
     def is_decode(self) -> bool:
@@ -75,3 +81,9 @@ class StepResult(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by slot, of rows that ask: one for each token's successor
+    drafts: dict[int, list[int]] = {}  # by slot: those that were UNKNOWN
+
+
+def is_unknown(draft: list[int] | None) -> bool:
+    """Whether a model drafts these tokens with the step."""
+    return draft is not None and draft[0] == UNKNOWN

@@ -497,7 +497,8 @@ class Scheduler:
             begin, end = end, end + row.samples
             token_ids, gained = result.token_ids[begin:end], []
             if row.samples > 1:
-                token_ids = verify(request, row.start, launched.batch.drafts[row.slot], token_ids, self._gate)
+                draft = result.drafts.get(row.slot) or launched.batch.drafts[row.slot]
+                token_ids = verify(request, row.start, draft, token_ids, self._gate)
                 self.kv.shrink(request, request.num_computed_tokens)
             for token_id, logprobs in zip(token_ids, result.logprobs[begin:end], strict=False):
                 if request.status is not RequestStatus.FINISHED and request not in self._restarting:

@@ -21,7 +21,7 @@ from typing import Protocol
 from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import StepOutputs, TokenOutput
 from mini_sglang.request import Request
-from mini_sglang.scheduling.batch import MOST_VERIFIED, Row
+from mini_sglang.scheduling.batch import MOST_VERIFIED, UNKNOWN, Row
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.stats import DraftStats
 from mini_sglang.scheduling.step_cost import StepCost, Work, work_of
@@ -129,7 +129,17 @@ class InVocabulary:
         self._proposer.forget(request)
 
 
-PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"ngram": NgramProposer}  # by what `speculative` may be
+class ModelProposer:
+    """Stands for a model beside the target, which drafts on the device as much as it is asked for."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return [UNKNOWN] * most
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"ngram": NgramProposer}  # any other `speculative` names a model
 
 
 @dataclass(slots=True)
@@ -140,6 +150,14 @@ class _Record:
     expected: tuple[int, int] = (-1, -1)  # (position, token) that was proposed and not verified
     next_try: int = 0  # known tokens from which drafts are considered again
     pause: int = 1
+    last_probe: int = 0
+
+    def is_probed(self, num_known_tokens: int) -> bool:
+        """Whether to verify one token although it does not pay: else nothing more is learned of what a model drafts."""
+        is_due = num_known_tokens >= self.last_probe + LONGEST_PAUSE
+        if is_due:
+            self.last_probe = num_known_tokens
+        return is_due
 
 
 class Gate:
@@ -191,6 +209,8 @@ class Gate:
         if not self.is_due(request):
             return None
         record, draft = self._record(request), self._proposer.propose(request, self._most)
+        if draft and draft[0] == UNKNOWN:  # no masks are known along it
+            return []
         if not draft or self._always:
             return draft
         least, chance = self._least_chance(request, self._rate), min(record.acceptance, MOST_ACCEPTANCE)
@@ -199,10 +219,10 @@ class Gate:
             record.expected = (request.num_known_tokens, draft[0])
         return draft[:length]
 
-    def _least_chance(self, request: Request, rate: float) -> float:
+    def _least_chance(self, request: Request, rate: float, draft_us: float = 0.0) -> float:
         """That a drafted token must have to be accepted, where a step makes `rate` tokens in a microsecond."""
         start = request.num_computed_tokens
-        return min(rate * (self._cost.prompt_us(start, 2) - self._cost.prompt_us(start, 1)), 1.0)
+        return min(rate * (self._cost.prompt_us(start, 2) - self._cost.prompt_us(start, 1) + draft_us), 1.0)
 
     def draft(self, plan: Mapping[Request, int], candidates: Iterable[Request]) -> dict[Request, list[int]]:
         """What each of `candidates`, whose next token `plan` computes, verifies beside it; those without are left out.
@@ -231,40 +251,48 @@ class Gate:
     ) -> dict[Request, list[int]]:
         """As much of each draft as pays, beside those before it."""
         tokens, drafts = float(len(plan)), {}
+        proposed = list(proposed)
+        draft_us = self._cost.draft_us / max(len(proposed), 1)  # a model drafts a token of all of them at a time
         us = self._cost.predict(
             work_of(Row(0, request.num_computed_tokens, count, 1) for request, count in plan.items())
         )
         self._rate = tokens / us
         for record, request, draft in proposed:
-            length, more, longer_us = self._worth(record, request, len(draft), tokens / us)
+            is_unknown = draft[0] == UNKNOWN
+            length, more, longer_us = self._worth(record, request, len(draft), tokens / us, draft_us * is_unknown)
+            if not length and is_unknown and record.is_probed(request.num_known_tokens):
+                length = 1
             if length:
                 tokens, us = tokens + more, us + longer_us
                 drafts[request] = draft[:length]
             else:
-                if not _is_forced(request, 0):
+                if not (is_unknown or _is_forced(request, 0)):
                     record.expected = (request.num_known_tokens, draft[0])
                 self._put_off(request, record)
         return drafts
 
-    def _worth(self, record: _Record, request: Request, most: int, rate: float) -> tuple[int, float, float]:
+    def _worth(
+        self, record: _Record, request: Request, most: int, rate: float, draft_us: float = 0.0
+    ) -> tuple[int, float, float]:
         """How many drafted tokens are worth their time where a step makes `rate` tokens in a microsecond.
 
-        Returns their number, the tokens to be expected of them, and the microseconds that they take.
+        To draft one takes `draft_us`. Returns their number, the tokens to be expected of them, and the microseconds
+        that they take.
         """
         start = request.num_computed_tokens
-        least, length, expected = self._least_chance(request, rate), 0, 0.0
+        least, length, expected = self._least_chance(request, rate, draft_us), 0, 0.0
         for chance in itertools.accumulate((_chance(record, request, place) for place in range(most)), operator.mul):
             if chance < least:
                 break
             length, expected = length + 1, expected + chance
-        us = self._cost.prompt_us(start, 1 + length) - self._cost.predict(Work(0, 1, start, 0, 0))
+        us = self._cost.prompt_us(start, 1 + length) - self._cost.predict(Work(0, 1, start, 0, 0)) + length * draft_us
         return (length, expected, us) if expected > rate * us else (0, 0.0, 0.0)
 
     def _record(self, request: Request) -> _Record:
         """The record of a request, with what is known by now of a token that was proposed before."""
         record = self._records.get(request)
         if record is None:
-            record = self._records[request] = _Record(self._acceptance)
+            record = self._records[request] = _Record(self._acceptance, last_probe=request.num_known_tokens)
         position, token_id = record.expected
         place = position - len(request.prompt_ids)
         if 0 <= place < len(request.output_ids):
@@ -325,7 +353,7 @@ def make_gate(
     if config.speculative == "none" or cost is None:
         return None
     return Gate(
-        InVocabulary(proposer, vocab_size) if proposer else PROPOSERS[config.speculative](),
+        InVocabulary(proposer, vocab_size) if proposer else PROPOSERS.get(config.speculative, ModelProposer)(),
         config.speculative_tokens,
         cost,
         hesitates=config.run_ahead > 0,

@@ -44,8 +44,9 @@ def work_of(rows: Iterable[Row]) -> Work:
 class StepCost:
     """What each part of `Work` takes, in microseconds: a normalised LMS filter, whose inputs are the parts."""
 
-    def __init__(self, step: float, decode: float, context: float, token: float, pair: float) -> None:
+    def __init__(self, step: float, decode: float, context: float, token: float, pair: float, draft: float = 0) -> None:
         self.us_of = [step, decode, context, token, pair]  # all above 0
+        self.draft_us = draft  # beside a step, for each token that a model drafts of all its requests; it stays
 
     def predict(self, work: Work) -> float:
         """Microseconds that a step of this work takes."""

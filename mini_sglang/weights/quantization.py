@@ -25,6 +25,7 @@ from mini_sglang.weights.tensor import CheckpointTensor, WeightsError, listed
 logger = logging.getLogger(__name__)
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
+_VOCABULARY_MAPS = ("d2t", "t2d")  # of EAGLE-3 heads: integers and booleans
 _CHUNK = 1 << 20  # weights to dequantise at a time: bounds the temporaries
 _SCALES = _FLOATS | {"F8_E8M0"}
 _INDICES = frozenset({"I32", "I64"})
@@ -53,7 +54,8 @@ def open_folder(folder: Path, names: Container[str]) -> dict[str, CheckpointTens
     tensors, quantization = split_gpt_oss(open_safetensors(folder)), read_quantization(folder)
     if quantization is not None:
         tensors = _dequantised(tensors, quantization, names, folder)
-    refused = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors.values() if tensor.dtype not in _FLOATS]
+    unread = [tensor for tensor in tensors.values() if tensor.name not in _VOCABULARY_MAPS or tensor.name not in names]
+    refused = [f"{tensor.name} ({tensor.dtype})" for tensor in unread if tensor.dtype not in _FLOATS]
     if refused:
         unstated = "" if quantization else ", and config.json has no quantization_config"
         raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16{unstated}: {listed(refused)}")
