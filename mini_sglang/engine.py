@@ -215,7 +215,9 @@ class Engine:
         if self._cost is None:
             return None
         began_s, self._read_s = max(launched_s, self._read_s), time.perf_counter()
-        took_us = (self._read_s - began_s) * 1e6 - batch.num_model_drafts * self._cost.draft_us
+        took_us = (self._read_s - began_s) * 1e6
+        if batch.drafts:
+            took_us -= batch.num_model_drafts * self._cost.draft_us
         return round(self._cost.learn(work_of(batch.rows), took_us))
 
     def _phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:

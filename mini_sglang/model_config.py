@@ -96,23 +96,6 @@ class ModelConfig:
             raise ValueError(f"sliding_window must be at least 1, got {self.sliding_window}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """Sizes of an EAGLE-3 head, and the layers of its target whose inputs it reads.
-
-    Raises ValueError, naming the field, where they do not fit each other.
-    """
-
-    layer: ModelConfig  # of its one layer; hidden and vocabulary sizes are the target's
-    draft_vocab_size: int  # tokens that it drafts
-    target_layers: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
-            most = self.layer.vocab_size
-            raise ValueError(f"draft_vocab_size must be between 1 and vocab_size, {most}, got {self.draft_vocab_size}")
-
-
 _SIZES = (
     "vocab_size",
     "hidden_size",

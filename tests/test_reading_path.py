@@ -22,7 +22,8 @@ CORE = ("scheduling/", "execution/", "attention/", "models/", "layers/")  # fold
 ASIDE = {  # of these, what the page leaves for later: other ways to do what a stop of the path does
     *("scheduling/simulation.py", "scheduling/__init__.py", "execution/__init__.py", "attention/__init__.py"),
     *("models/__init__.py", "layers/__init__.py", "layers/qk_norm.py"),
-    *("scheduling/speculation.py", "scheduling/stats.py", "execution/drafts.py"),
+    *("scheduling/speculation.py", "scheduling/stats.py", "execution/drafts.py", "execution/measured_cost.py"),
+    *("execution/drafting.py", "execution/load_drafter.py", "models/eagle3.py"),
     *("execution/graph_runner.py", "execution/cuda_graph.py", "execution/prefill_graph.py", "execution/pinned_ring.py"),
     *("execution/worker_group.py", "execution/worker_main.py", "execution/node.py"),
     *("attention/triton_backend.py", "attention/alternating.py"),

@@ -7,7 +7,6 @@ hardware; knows no request and no policy.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from mini_sglang.attention.select import Backends, graph_backends, make_backends
 from mini_sglang.config import ResolvedConfig
 from mini_sglang.execution.drafting import Drafter, DraftingRunner, DraftMemory
 from mini_sglang.execution.load_drafter import find_drafter, load_drafter
+from mini_sglang.execution.measured_cost import measured_cost, prompt_step
 from mini_sglang.execution.model_runner import ModelRunner, Runner
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.execution.resolve import DTYPES, kv_dtype, page_bytes
@@ -33,8 +33,7 @@ from mini_sglang.model_config import ModelConfig
 from mini_sglang.models.architectures import build_model
 from mini_sglang.models.transformer import Transformer
 from mini_sglang.parallel.tensor_parallel import TensorParallel
-from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import MOST_VERIFIED, UNKNOWN, NewPages, NewRequest, Row, ScheduledBatch
+from mini_sglang.scheduling.batch import MOST_VERIFIED, ScheduledBatch
 from mini_sglang.scheduling.step_cost import StepCost
 from mini_sglang.weights.dummy import load_dummy_weights
 from mini_sglang.weights.hub import ModelSource
@@ -233,52 +232,23 @@ class Worker:
         return GraphRunner(runner, eager.sampler, graphs, rows, tokens, most_samples(config, rows))
 
     def _measured_cost(self, weights: Iterable[WeightSlot]) -> StepCost:
-        """What steps take, by two prompts: a short one, which takes what any step takes, and a longer one.
-
-        A token of KV is read as fast as a weight, and a pair of tokens multiplied as fast as a token by the weights.
-        """
-        model, pages = self.model_config, self.num_pages
-        few, many = (
-            min(tokens, self._longest_prefill, pages * self.config.page_size) for tokens in _TIMED[self._device.type]
+        return measured_cost(
+            self.runner,
+            self.model_config,
+            self.config.device,
+            self.config.page_size,
+            most_tokens=min(self._longest_prefill, self.num_pages * self.config.page_size),
+            num_parameters=sum(math.prod(slot.shape) for slot in weights),
+            drafts=self._drafter is not None,
         )
-        step_us, prompt_us = (min(self._time_us(tokens) for _ in range(2)) for tokens in (few, many))
-        token_us = max(prompt_us - step_us, step_us / 10) / max(many - few, 1)
-        parameters = sum(math.prod(slot.shape) for slot in weights)
-        kv_numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim  # of one token
-        context_us = step_us * kv_numbers / parameters
-        pair_us = token_us * 2 * model.num_layers * model.num_heads * model.head_dim / parameters
-        draft_us = 0.0
-        if self._draft is not None:
-            few = min(3, self._longest_prefill - 1)  # drafted tokens
-            drafting_us, plain_us = (
-                min(self._time_us(few + 1, [token] * few) for _ in range(3)) for token in (UNKNOWN, 0)
-            )
-            draft_us = max(drafting_us - plain_us, 0) / max(few, 1)
-        return StepCost(step_us, token_us, context_us, token_us, pair_us, draft_us)
-
-    def _time_us(self, tokens: int, draft: list[int] | None = None) -> float:
-        """How long a prompt of that many tokens takes, in microseconds; the last ones may be drafted."""
-        batch, start = self._prefill_step(tokens, draft), time.perf_counter()
-        self.runner.run(batch)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e6
 
     @property
     def _longest_prefill(self) -> int:
         """Tokens of the longest prompt that one step computes."""
         return min(self.config.max_prefill_tokens, self.config.context_length)
 
-    def _prefill_step(self, tokens: int, draft: list[int] | None = None) -> ScheduledBatch:
-        """A step that computes a prompt of zeros in slot 0, on the first pages; the last tokens may be drafted."""
-        return ScheduledBatch(
-            step=0,
-            rows=[Row(slot=0, start=0, count=tokens, samples=1 + len(draft or ()))],
-            new_requests=[NewRequest(0, [0] * tokens, tokens, SamplingParams(temperature=0), seed=0)],
-            new_pages=[NewPages(slot=0, first_index=0, page_ids=list(range(self._pages(tokens))))],
-            page_copies=[],
-            drafts={0: draft} if draft else {},
-        )
+    def _prefill_step(self, tokens: int) -> ScheduledBatch:
+        return prompt_step(tokens, self.config.page_size)
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)
@@ -331,5 +301,4 @@ _STEP_TOO_LARGE = {  # by device
     "cuda": "the KV cache or a step does not fit: lower mem_fraction, num_pages, max_prefill_tokens, "
     "max_running_requests or cuda_graph_max_bs",
 }
-_TIMED = {"cpu": (1, 32), "cuda": (16, 1024)}  # tokens of the prompts that are timed at start
 _GRAPH_BYTES = 1 << 30  # left to CUDA graphs and the allocator's own rounding

@@ -6,7 +6,8 @@ Behind the known tokens its own output takes the place of the target's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,8 +19,18 @@ from mini_sglang.layers.mlp import GatedMLP
 from mini_sglang.layers.norm import BlockNorms, RMSNorm
 from mini_sglang.layers.placement import Placement
 from mini_sglang.layers.rotary import rotary_tables
-from mini_sglang.model_config import Eagle3Config
+from mini_sglang.model_config import ModelConfig
+from mini_sglang.models.transformer import Block, Transformer
 from mini_sglang.weights.tensor import CheckpointTensor, WeightSlot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Sizes of a head, and the layers of its target whose inputs it reads."""
+
+    layer: ModelConfig  # of its one layer; hidden and vocabulary sizes are the target's
+    draft_vocab_size: int  # tokens that it drafts
+    target_layers: tuple[int, ...]
 
 
 class Eagle3Head:
@@ -112,3 +123,29 @@ class Eagle3Head:
         if ids.min() < 0 or ids.max() >= self._layer.vocab_size or len(ids.unique()) < len(ids):
             raise ValueError(f"d2t must map to different tokens below {self._layer.vocab_size}")
         self._target_ids.copy_(ids)
+
+
+def tap(target: Transformer, layers: Sequence[int], most_tokens: int) -> torch.Tensor:
+    """Let each step of `target` copy what enters `layers` into the first rows of one tensor, which is returned.
+
+    -> [most_tokens, len(layers), hidden_size]
+    """
+    like = target.empty_logits(0)
+    tapped = like.new_zeros(most_tokens, len(layers), target.config.hidden_size)
+    for place, layer in enumerate(layers):
+        target.blocks[layer] = _Tapped(target.blocks[layer], tapped[:, place])
+    return tapped
+
+
+class _Tapped(Block):
+    """A block that copies what enters it into the first rows of `copy`."""
+
+    def __init__(self, block: Block, copy: torch.Tensor) -> None:
+        self._block, self._copy = block, copy
+
+    def __call__(self, residual: Residual, step: ForwardBatch) -> Residual:
+        self._copy[: len(residual.x)] = residual.x
+        return self._block(residual, step)
+
+    def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return self._block.weight_slots(prefix)

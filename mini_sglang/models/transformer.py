@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,8 +51,8 @@ class Transformer:
     def __init__(self, config: ModelConfig, placement: Placement, architecture: Architecture) -> None:
         self.config = config
         self._placement = placement
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
-        self._blocks = build_blocks(config, placement, architecture)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, placement)
+        self.blocks = build_blocks(config, placement, architecture)
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self._head = OutputHead(config.hidden_size, config.vocab_size, placement, self._norm)
 
@@ -62,8 +62,8 @@ class Transformer:
 
     def hidden(self, step: ForwardBatch) -> torch.Tensor:
         """-> hidden states after the last block, of the tokens in `step.logits_indices` [S, hidden_size]"""
-        residual = Residual(self._embedding(step.input_ids))
-        for block in self._blocks:
+        residual = Residual(self.embedding(step.input_ids))
+        for block in self.blocks:
             residual = block(residual, step)
         return residual.x
 
@@ -75,29 +75,11 @@ class Transformer:
         """Room for logits [rows, vocab_size], for callers that want them in one place"""
         return torch.empty(rows, self.config.vocab_size, dtype=self._placement.dtype, device=self._placement.device)
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids [T] -> [T, hidden_size]"""
-        return self._embedding(input_ids)
-
-    def tap(self, layers: Sequence[int], most_tokens: int) -> torch.Tensor:
-        """Let each step copy what enters `layers` into the first rows of one tensor, which is returned.
-
-        -> [most_tokens, len(layers), hidden_size]. Raises ValueError if there is no such layer.
-        """
-        if not all(0 <= layer < len(self._blocks) for layer in layers):
-            raise ValueError(f"layers must be between 0 and {len(self._blocks) - 1}, got {list(layers)}")
-        config, placement = self.config, self._placement
-        shape = (most_tokens, len(layers), config.hidden_size)
-        tapped = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
-        for place, layer in enumerate(layers):
-            self._blocks[layer] = _Tapped(self._blocks[layer], tapped[:, place])
-        return tapped
-
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every checkpoint tensor the model needs, by its Hugging Face name."""
         tied = self.config.tie_word_embeddings
-        slots = {"model.embed_tokens.weight": self._embedding.weight_slot(self._head if tied else None)}
-        for layer, block in enumerate(self._blocks):
+        slots = {"model.embed_tokens.weight": self.embedding.weight_slot(self._head if tied else None)}
+        for layer, block in enumerate(self.blocks):
             slots |= block.weight_slots(f"model.layers.{layer}")
         slots["model.norm.weight"] = self._norm.weight_slot()
         if not tied:
@@ -123,18 +105,6 @@ class Block:
             **self._attention.weight_slots(f"{prefix}.self_attn"),
             **self._mlp.weight_slots(f"{prefix}.mlp"),
         }
-
-
-class _Tapped(Block):
-    """A block that copies what enters it into the first rows of `target`."""
-
-    def __init__(self, block: Block, target: torch.Tensor) -> None:
-        super().__init__(block._attention, block._mlp, block._norms)
-        self._target = target
-
-    def __call__(self, residual: Residual, step: ForwardBatch) -> Residual:
-        self._target[: len(residual.x)] = residual.x
-        return super().__call__(residual, step)
 
 
 def build_blocks(config: ModelConfig, placement: Placement, architecture: Architecture) -> list[Block]:

@@ -258,7 +258,10 @@ class Scheduler:
         if self._waiting and self._free_slots and enough_pages and not self._is_full and budget.most(0):
             self._admit_waiting(plan, budget, new_requests)
         self._extend_long_prompt(plan, budget)
-        drafts = {} if self._gate is None else plan_drafts(self._gate, self.kv, plan, self._max_prefill_tokens)
+        drafts: Drafts = {}
+        if self._gate is not None:
+            new_slots = {new.slot for new in new_requests}
+            drafts = plan_drafts(self._gate, self.kv, plan, self._max_prefill_tokens, new_slots)
         return self._make_batch(plan, new_requests, drafts) if plan else None
 
     def _budget_beside(self, decodes: Plan, prefilling: list[Request]) -> PromptBudget:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -362,15 +362,19 @@ def make_gate(
     )
 
 
-def plan_drafts(gate: Gate, kv: KVCacheManager, plan: Plan, budget: int) -> Drafts:
+def plan_drafts(gate: Gate, kv: KVCacheManager, plan: Plan, budget: int, new_slots: Set[int] = frozenset()) -> Drafts:
     """Have decodes of `plan` verify drafted tokens too, in a step of at most `budget` tokens.
 
-    As many as the gate lets through, and as there are pages for.
+    As many as the gate lets through, and as there are pages for. Not those in `new_slots`, of which a model that drafts
+    knows nothing yet.
     """
     due = [
         request
         for request, count in plan.items()
-        if count == 1 and request.num_computed_tokens + 1 == request.num_known_tokens and gate.is_due(request)
+        if count == 1
+        and request.num_computed_tokens + 1 == request.num_known_tokens
+        and request.slot not in new_slots
+        and gate.is_due(request)
     ]
     room = min(budget - sum(plan.values()), MOST_VERIFIED - len(plan))
     drafts = {}

@@ -18,7 +18,6 @@ from mini_sglang.errors import shorten
 from mini_sglang.model_config import (
     MOST_LAYERS,
     MOST_SIZE,
-    Eagle3Config,
     ExpertsConfig,
     ModelConfig,
     RopeScaling,
@@ -60,31 +59,6 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         experts=family.experts(config),
         eos_token_ids=eos_token_ids(config),
     )
-
-
-def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether the config is that of an EAGLE-3 head, as SpecForge names them."""
-    return any("Eagle3" in str(name) for name in _list(config, "architectures"))
-
-
-def eagle3_from_hf(config: Mapping[str, Any], target: ModelConfig) -> Eagle3Config:
-    """Read the config.json of an EAGLE-3 head for `target`. Raises ValueError as `config_from_hf` does."""
-    layer = config_from_hf(config)
-    if layer.num_layers != 1:
-        raise ValueError(f"num_hidden_layers of an EAGLE-3 head must be 1, got {layer.num_layers}")
-    for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(layer, name), getattr(target, name)
-        if ours != theirs:
-            raise ValueError(f"{name} must be the target's, {theirs}, got {ours}")
-    stated = config.get("eagle_config")
-    stated = stated if isinstance(stated, Mapping) else config
-    layers = _integers(_TARGET_LAYERS, _list(stated, _TARGET_LAYERS))
-    if not layers:  # as SpecForge and vLLM have it
-        layers = [2, target.num_layers // 2, target.num_layers - 3]
-    if not all(0 <= number < target.num_layers for number in layers):
-        raise ValueError(f"{_TARGET_LAYERS} must be between 0 and {target.num_layers - 1}, got {layers}")
-    draft_vocab_size = _size(config, "draft_vocab_size", layer.vocab_size)
-    return Eagle3Config(layer=layer, draft_vocab_size=draft_vocab_size, target_layers=tuple(layers))
 
 
 def end_token_ids(folder: Path) -> frozenset[int]:
@@ -423,7 +397,6 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None, least
     return value
 
 
-_TARGET_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _LARGEST = sys.float_info.max
 
 

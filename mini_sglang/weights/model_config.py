@@ -7,16 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mini_sglang.model_config import Eagle3Config, ModelConfig
+from mini_sglang.model_config import ModelConfig
 from mini_sglang.weights.gguf_config import config_from_gguf
-from mini_sglang.weights.hf_config import (
-    config_from_hf,
-    eagle3_from_hf,
-    end_token_ids,
-    is_eagle3,
-    read_json,
-    read_quantization,
-)
+from mini_sglang.weights.hf_config import config_from_hf, end_token_ids, read_json, read_quantization
 from mini_sglang.weights.hub import ModelSource
 
 
@@ -33,19 +26,3 @@ def load_model_config(source: ModelSource) -> ModelConfig:
         return dataclasses.replace(config, eos_token_ids=end_token_ids(source.path))
     except ValueError as error:
         raise ValueError(f"model {source.name!r}: {error}") from error
-
-
-def load_draft_config(source: ModelSource, target: ModelConfig) -> ModelConfig | Eagle3Config:
-    """Read what drafts for `target`, a model or an EAGLE-3 head. Raises as `load_model_config`; names `speculative`."""
-    try:
-        if source.kind == "safetensors" and is_eagle3(config := read_json(source.path / "config.json")):
-            return eagle3_from_hf(config, target)
-    except ValueError as error:
-        raise ValueError(f"speculative: EAGLE-3 head {source.name!r}: {error}") from error
-    draft = load_model_config(source)
-    if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"speculative: model {source.name!r} must have the target's vocabulary of {target.vocab_size} tokens, "
-            f"got {draft.vocab_size}"
-        )
-    return draft
