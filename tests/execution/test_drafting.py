@@ -282,7 +282,10 @@ def test_a_vocabulary_that_is_not_the_targets_is_refused(
         ({"hidden_size": 999}, "speculative: .*hidden_size must be the target's, 64, got 999"),
         ({"num_hidden_layers": 2}, "num_hidden_layers of an EAGLE-3 head must be 1, got 2"),
         ({"draft_vocab_size": 1000}, "draft_vocab_size must be an integer between 1 and vocab_size, 320, got 1000"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, "must be layers of the target, 0 to 3, got"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}},
+            "must be layers of the target, 0 to 3",
+        ),
     ],
 )
 def test_a_head_of_another_target_is_refused(
