@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mini_sglang.model_config import ModelConfig
+from mini_sglang.weights.quantize import quantize_int4
 
 KeysValues = tuple[Tensor, Tensor]  # [batch, kv_heads, length, head_dim] each
 
@@ -152,21 +153,32 @@ class Head(nn.Module):
             steps.append(g)
         return steps
 
+    def tensors(self) -> dict[str, Tensor]:
+        """As the published format names them, in float16, with the two maps of the draft vocabulary."""
+        draft_ids = self.draft_ids.cpu()
+        tensors = {name: tensor.detach().half().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
+        tensors["t2d"] = torch.isin(torch.arange(self.config.vocab_size), draft_ids)
+        return tensors
+
     def logits(self, h: Tensor) -> Tensor:
         """[..., hidden] to [..., D]."""
         out: Tensor = self.lm_head(self.norm(h))
         return out
 
 
-def export(head: Head, folder: Path) -> None:
-    """Write config.json and model.safetensors (float16)."""
-    config, size = head.config, len(head.draft_ids)
+def export(tensors: dict[str, Tensor], config: ModelConfig, intermediate: int, folder: Path, *, bits: int = 16) -> None:
+    """Write config.json and model.safetensors, of `Head.tensors`: float16, or matrices of 4 bits.
+
+    Those are rounded to nearest, with a scale for each 32 inputs, as compressed-tensors packs them.
+    """
+    size = len(tensors["d2t"])
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
-        "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
+        "intermediate_size": intermediate,
         "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -179,9 +191,44 @@ def export(head: Head, folder: Path) -> None:
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
     }
+    if bits == 4:
+        settings["quantization_config"] = _PACKED
+        tensors = {part: value for name, tensor in tensors.items() for part, value in _packed(name, tensor).items()}
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    draft_ids = head.draft_ids.cpu()
-    tensors = {name: tensor.detach().half().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    tensors["d2t"] = draft_ids - torch.arange(size)
-    tensors["t2d"] = torch.isin(torch.arange(config.vocab_size), draft_ids)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _packed(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A matrix in 4 bits, eight weights to a word; anything else as it is."""
+    if tensor.dim() != 2:
+        return {name: tensor}
+    stored = quantize_int4(tensor, 32, scale_dtype=torch.float16)
+    octets = stored.q[:, 0::2] | stored.q[:, 1::2] << 4
+    parts = {
+        "weight_packed": octets.view(torch.int32),
+        "weight_scale": stored.scale.half(),
+        "weight_shape": torch.tensor(tensor.shape),
+    }
+    return {f"{name.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+
+
+_PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "format": "pack-quantized",
+        }
+    },
+    "ignore": [],
+}
