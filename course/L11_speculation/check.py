@@ -5,7 +5,10 @@ What is expected is found here by going through all places, lengths and tokens o
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,10 +21,10 @@ from mini_sglang.llm import LLM
 from mini_sglang.outputs import FinishReason, StepOutputs, TokenLogprobs
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, StepResult
+from mini_sglang.scheduling.batch import UNKNOWN, NewRequest, Row, ScheduledBatch, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
 from mini_sglang.scheduling.simulation import Simulation, WrongPageError, generate
-from mini_sglang.scheduling.speculation import MOST_ACCEPTANCE, Gate, NgramProposer, _Index, verify
+from mini_sglang.scheduling.speculation import MOST_ACCEPTANCE, Gate, NgramProposer, _Index, _Record, verify
 from mini_sglang.scheduling.step_cost import StepCost
 
 CPU = torch.device("cpu")
@@ -161,27 +164,68 @@ def test_requests_do_not_share_what_they_have_said() -> None:
 PAYS = "L11: What pays"
 
 
-def worth(
-    acceptance: float, cost: StepCost, most: int = 8, *, others: int = 0
-) -> tuple[tuple[int, float, float], tuple[int, float, float]]:
-    """What `_worth` says beside so many other decodes, and what it should say."""
-    start, rate = 100, (1 + others) / (cost.us_of[0] + (1 + others) * cost.us_of[1])
-    got = Gate(Fixed(), 8, cost)._worth(acceptance, request([1] * (start + 1)), most, rate)
-    chance, token_us = min(acceptance, MOST_ACCEPTANCE), cost.prompt_us(start, 2) - cost.prompt_us(start, 1)
-    length = 0
-    while length < most and chance ** (length + 1) >= rate * token_us:
-        length += 1
-    expected = sum(chance**k for k in range(1, length + 1))
-    us = cost.prompt_us(start, 1 + length) - cost.us_of[1] - cost.us_of[2] * start
-    return got, ((length, expected, us) if length and expected > rate * us else (0, 0.0, 0.0))
+@dataclass(frozen=True)
+class Load:
+    """A step of decodes, in which one request, with 100 computed tokens, may verify up to 8 drafted ones."""
+
+    cost: StepCost
+    others: int = 0
+    forced: Sequence[bool] = ()
+    draft_us: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens in a microsecond."""
+        return (1 + self.others) / (self.cost.us_of[0] + (1 + self.others) * self.cost.us_of[1])
+
+    @property
+    def request(self) -> Request:
+        made = request([1] * 101)
+        made.forced = list(self.forced)
+        return made
+
+    def least(self) -> float:
+        """The chance that one more token must have."""
+        return min(1.0, self.rate * (self.cost.prompt_us(100, 2) - self.cost.prompt_us(100, 1) + self.draft_us))
+
+    def worth(self, acceptance: float) -> tuple[int, float, float]:
+        guess = min(acceptance, MOST_ACCEPTANCE)
+        chances = [1.0 if place < len(self.forced) and self.forced[place] else guess for place in range(8)]
+        runs = [math.prod(chances[: k + 1]) for k in range(8)]
+        length = next((k for k in range(8) if runs[k] < self.least()), 8)
+        expected = sum(runs[:length])
+        us = self.cost.prompt_us(100, 1 + length) - self.cost.us_of[1] - self.cost.us_of[2] * 100
+        us += length * self.draft_us
+        return (length, expected, us) if expected > self.rate * us else (0, 0.0, 0.0)
 
 
-def expect_worth(acceptance: float, cost: StepCost, what: str, rule: str, *, others: int = 0) -> None:
-    got, wanted = worth(acceptance, cost, others=others)
+def expect_worth(acceptance: float, load: Load, what: str, rule: str) -> None:
+    gate = Gate(Fixed(), 8, load.cost)
+    got = gate._worth(_Record(acceptance), load.request, 8, load.rate, load.draft_us)
+    wanted = load.worth(acceptance)
     expect(got[0], wanted[0], f"drafted tokens that pay {what}", invariant=rule, read=PAYS)
     expect_close(
         got, wanted, f"their number, the tokens expected and the µs they take {what}", invariant=rule, read=PAYS
     )
+
+
+def test_a_token_has_to_bring_what_the_step_makes_in_its_time() -> None:
+    cost = StepCost(step=10_000, decode=1000, context=1e-6, token=1000, pair=1)
+    cases = (
+        ("alone", Load(cost)),
+        ("beside 7 others", Load(cost, 7)),
+        ("alone, where to draft it takes 2 ms", Load(cost, draft_us=2000)),
+        ("beside 99 others, of which each brings more in that time", Load(cost, 99, draft_us=5000)),
+    )
+    for what, load in cases:
+        got = Gate(Fixed(), 8, cost)._least_chance(load.request, load.rate, load.draft_us)
+        expect_close(
+            got,
+            load.least(),
+            f"chance that one more token needs {what}",
+            invariant="the tokens that the step makes in its time, and no more than 1",
+            read=PAYS,
+        )
 
 
 @guards("each-as-good-as-the-first")
@@ -189,7 +233,7 @@ def test_a_token_counts_only_if_those_before_it_were_accepted() -> None:
     cost = StepCost(step=10_000, decode=1000, context=1e-6, token=1000, pair=1e-6)
     for acceptance in (0.3, 0.5, 0.7, 0.9):
         what = f"with acceptance {acceptance}, where a step takes 10 ms and a token 1"
-        expect_worth(acceptance, cost, what, "the k-th is accepted with chance^k")
+        expect_worth(acceptance, Load(cost), what, "the k-th is accepted with chance^k")
 
 
 def test_less_pays_beside_more_requests() -> None:
@@ -197,21 +241,36 @@ def test_less_pays_beside_more_requests() -> None:
     for others in (0, 3, 7, 31):
         what = f"with acceptance 0.7 beside {others} other requests"
         rule = "a token has to bring more than the step makes in its time"
-        expect_worth(0.7, cost, what, rule, others=others)
+        expect_worth(0.7, Load(cost, others), what, rule)
 
 
 @guards("never-in-doubt")
-def test_nothing_is_certain() -> None:
-    got, wanted = worth(1.0, CHEAP)
-    rule = "log(1) is 0: a chance of at most MOST_ACCEPTANCE is reckoned with"
-    expect_close(got, wanted, "what pays where every draft was accepted", invariant=rule, read=PAYS)
+def test_no_guess_is_certain() -> None:
+    cost = StepCost(step=500, decode=9500, context=1e-6, token=9500, pair=1e-6)
+    rule = "a chance of at most MOST_ACCEPTANCE is reckoned with"
+    expect_worth(1.0, Load(cost), "where every guess was accepted, and a token takes 0.95 of a step", rule)
+
+
+@guards("certain-as-a-guess")
+def test_what_the_grammar_forces_is_certain() -> None:
+    cost = StepCost(step=10_000, decode=1000, context=1e-6, token=1000, pair=1e-6)
+    for forced in ([True] * 4, [False, True, True], [True, False, True, False, True]):
+        what = f"with acceptance 0.2 and a draft of which {[int(each) for each in forced]} are forced"
+        expect_worth(0.2, Load(cost, forced=forced), what, "chances multiply, and that of a forced token is 1")
+
+
+def test_the_time_to_draft_is_paid_too() -> None:
+    cost = StepCost(step=10_000, decode=1000, context=1e-6, token=1000, pair=1e-6)
+    for draft_us in (500, 2000, 9000):
+        what = f"with acceptance 0.7, where a model takes {draft_us} µs for each"
+        expect_worth(0.7, Load(cost, draft_us=draft_us), what, "a drafted token takes the time to draft it, too")
 
 
 @guards("leaving-the-decodes-is-free")
 def test_what_the_first_drafted_token_costs_counts() -> None:
     cost = StepCost(step=10_000, decode=10, context=1e-6, token=1000, pair=1e-6)
     rule = "a row that verifies is no decode any more: all its tokens are paid for"
-    expect_worth(0.85, cost, "beside 7 others, where a decode takes 10 µs, and 1,000 in a longer row", rule, others=7)
+    expect_worth(0.85, Load(cost, 7), "beside 7 others, where a decode takes 10 µs, and 1,000 in a longer row", rule)
 
 
 @guards("never-drafts-again")
@@ -229,6 +288,21 @@ def test_a_draft_that_was_not_tried_is_judged_all_the_same() -> None:
         True,
         f"what is thought of 7, wrong long ago and right 30 times since, though never verified ({acceptance:.2f})",
         invariant="acceptance follows what was proposed, not only what was verified",
+        read=PAYS,
+    )
+
+
+@guards("praised-for-nothing")
+def test_forced_tokens_say_nothing_of_guesses() -> None:
+    gate, running = Gate(Fixed(), 8, CHEAP), request([1] * 20)
+    running.forced = [True, True, False]
+    before = gate._record(running).acceptance
+    gate.verified(running, 3, 2)
+    expect_close(
+        gate._record(running).acceptance,
+        before * 7 / 8,
+        "acceptance, when two forced tokens were right and the guess behind them wrong",
+        invariant="it moves by an eighth of the error, once for each guess that was judged",
         read=PAYS,
     )
 
@@ -464,6 +538,26 @@ def test_rows_of_a_mixed_step_get_their_own_tokens() -> None:
         {"a": [21], "b": [5, 32], "c": [7, 42]},
         "gained by three requests with the drafts none, 5 6 and 7, where 21; 5 32 33; 7 42 was drawn",
         invariant="a row has `samples` entries of the result",
+        read=RUN,
+    )
+
+
+@guards("not-asked-for")
+def test_what_a_model_drafted_is_in_the_result() -> None:
+    scheduler = make_scheduler(a=[UNKNOWN] * 3, b=[6])
+    for name in "ab":
+        scheduler.add(Request(name, [ord(name), 2, 3], SamplingParams(max_tokens=20)))
+    step(scheduler, 11, 12)
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    slot = scheduled.rows[0].slot
+    result = StepResult([5, 6, 8, 4, 6, 7], [None] * 6, drafts={slot: [5, 6, 7]})
+    expect(
+        gained(scheduler.update(scheduled, result)),
+        {"a": [5, 6, 8], "b": [6, 7]},
+        "gained by a, whose draft 5 6 7 a model made with the step, and by b with the draft 6, where 5 6 8 4; 6 7 was "
+        "drawn",
+        invariant="result.drafts has what was UNKNOWN when the step was launched",
         read=RUN,
     )
 

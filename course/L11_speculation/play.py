@@ -15,7 +15,7 @@ from rich.table import Table
 from mini_sglang.execution.sampler import SamplingBatch, sample
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
-from mini_sglang.scheduling.speculation import Gate, NgramProposer, verify
+from mini_sglang.scheduling.speculation import Gate, NgramProposer, _Record, verify
 from mini_sglang.scheduling.step_cost import StepCost
 
 TEXT = "the keeper climbed the stairs , lit the lamp , wiped the glass and wrote the weather into his book ."
@@ -110,7 +110,7 @@ def show_gate(console: Console) -> None:
     for count in (1, 8, 32, 64, 128, 256):
         us, cells = COST.us_of[0] + count * COST.us_of[1], []
         for acceptance in acceptances:
-            length, expected, longer_us = gate._worth(acceptance, request, 16, count / us)  # what all of them would ask
+            length, expected, longer_us = gate._worth(_Record(acceptance), request, 16, count / us)  # what all ask
             cells.append(f"{length:2}, {(1 + expected) * us / (us + count * longer_us):.1f} ×" if length else " –")
         table.add_row(str(count), *cells)
     console.print("[bold]3. Drafted tokens that pay[/], and tokens a second against none, by acceptance")
