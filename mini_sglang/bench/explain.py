@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def figures(history: History) -> dict[str, Any]:
         "requests": len(lives),
         "ended": dict(Counter(life.reason for life in lives if life.reason is not None)),
         "preemptions": sum(len(life.preempted_us) for life in lives),
+        "drafts": _drafts(history),
         "kinds": {
             kind: {"steps": len(times), "seconds": sum(times) / 1e6, "median_s": statistics.median(times) / 1e6}
             for kind, times in _durations(steps).items()
@@ -68,8 +69,42 @@ def figures(history: History) -> dict[str, Any]:
 
 
 def tables(history: History) -> list[Table]:
-    """The figures as tables."""
-    return [_place_table(history), _kind_table(history), _request_table(history), _slowest_table(history)]
+    """The figures as tables; one on drafts only if there were any."""
+    drafts = _drafts(history)
+    of_drafts = [] if drafts is None else [_draft_table(drafts)]
+    return [_place_table(history), _kind_table(history), *of_drafts, _request_table(history), _slowest_table(history)]
+
+
+def _drafts(history: History) -> dict[str, Any] | None:
+    """What became of drafted tokens, over all requests; None if there were none.
+
+    `tokens_per_decode` is what a step adds to a request that it decodes, with drafts or without; 1 if none is accepted.
+    """
+    lives = history.lives
+    drafted, accepted = sum(life.drafted for life in lives), sum(life.accepted for life in lives)
+    if not drafted:
+        return None
+    decodes = sum(life.decode_steps for life in lives)
+    return {
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "acceptance_rate": accepted / drafted,
+        "requests": sum(life.drafted > 0 for life in lives),
+        "tokens_per_decode": (decodes + accepted) / decodes,
+    }
+
+
+def _draft_table(drafts: Mapping[str, Any]) -> Table:
+    made = table("Drafts", "requests", "tokens drafted", "accepted", "acceptance", "tokens a decode", names=False)
+    made.add_row(
+        f"{drafts['requests']:,}",
+        f"{drafts['drafted_tokens']:,}",
+        f"{drafts['accepted_tokens']:,}",
+        f"{drafts['acceptance_rate']:.1%}",
+        f"{drafts['tokens_per_decode']:.2f}",
+    )
+    made.caption = "a decode: a step's tokens of one request, with drafts or without"
+    return made
 
 
 def _place_table(history: History) -> Table:
@@ -149,13 +184,14 @@ def _slowest_table(history: History) -> Table:
     made.add_column("longest phase")
     for timed in sorted(history.steps, key=lambda timed: -timed.duration_us)[:_NUM_SLOWEST]:
         step = timed.step
-        prompt = sum(chunk.count for chunk in step.chunks)
+        prompt, verified = (sum(chunk.count for chunk in of) for of in (timed.chunks, timed.drafts))
+        drafts = f", {len(timed.drafts)} decodes with drafts of {verified} tokens" if timed.drafts else ""
         phase = max(step.host_us, key=lambda name: step.host_us[name], default="")
         made.add_row(
             str(step.step),
             f"{step.at_us / 1e6:.3f}",
             f"{timed.duration_us / 1e3:,.2f}",
-            f"{step.decodes} decodes, {len(step.chunks)} chunks of {prompt} tokens",
+            f"{step.decodes} decodes, {len(timed.chunks)} chunks of {prompt} tokens{drafts}",
             f"{phase}, {step.host_us.get(phase, 0) / 1e3:,.2f} ms",
         )
     return made

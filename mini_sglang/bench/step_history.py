@@ -35,6 +35,9 @@ class Life:
     reason: str | None = None
     cached_tokens: int = 0
     tokens: int = 0  # generated
+    drafted: int = 0  # tokens that steps verified
+    accepted: int = 0  # of these
+    decode_steps: int = 0  # that computed its newest token, with drafts or without
     preempted_us: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
@@ -55,10 +58,20 @@ class TimedStep:
         return self.end_us - self.start_us
 
     @property
+    def drafts(self) -> list[Chunk]:
+        """The decodes that verify drafted tokens, which the log has among the chunks."""
+        return [chunk for chunk in self.step.chunks if chunk.drafted]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All other chunks."""
+        return [chunk for chunk in self.step.chunks if not chunk.drafted]
+
+    @property
     def kind(self) -> str:
-        if not self.step.chunks:
-            return "decodes only"
-        return "chunks and decodes" if self.step.decodes else "chunks only"
+        if self.chunks:
+            return "chunks and decodes" if self.step.decodes or self.drafts else "chunks only"
+        return "decodes with drafts" if self.drafts else "decodes only"
 
 
 class History:
@@ -124,16 +137,23 @@ class History:
         if life.started_us is None:
             life.started_us, life.cached_tokens = timed.step.at_us, chunk.start
         kind: SpanKind = "again" if life.preempted_us else "prompt"
-        if chunk.count - chunk.drafted == 1 and chunk.samples and chunk.start >= life.prompt_tokens:
-            kind = (
-                "decode"  # with drafts, or of a request resumed after a preemption with all but its last token cached
-            )
+        if chunk.drafted or (chunk.count == 1 and chunk.samples and chunk.start >= life.prompt_tokens):
+            kind = "decode"  # with drafts, or resumed after a preemption with all but the last token cached
+        if self._counts(timed, life):
+            life.drafted += chunk.drafted
+            life.accepted += chunk.accepted
         self._take_row(timed, chunk.request_id, chunk.count, kind, samples=chunk.samples + chunk.accepted)
+
+    @staticmethod
+    def _counts(timed: TimedStep, life: Life) -> bool:
+        """Whether a row of the request is not dropped once it is computed."""
+        return life.ended_us is None and timed.step.error is None
 
     def _take_row(self, timed: TimedStep, name: str, count: int, kind: SpanKind, *, samples: int) -> None:
         life = self._by_id[name]
-        if life.ended_us is not None or timed.step.error is not None:  # what is computed is dropped
+        if not self._counts(timed, life):
             return
+        life.decode_steps += kind == "decode"
         if samples:
             life.tokens += samples
             life.last_token_us = timed.end_us

@@ -111,7 +111,7 @@ def _axis(scale: _Scale, origin_us: int, top: float, bottom: float) -> Iterator[
 
 
 def _tokens_panel(history: History, scale: _Scale, top: float) -> Iterator[str]:
-    """Tokens of each step, those of chunks upon decodes; steps that share a pixel show the one with most."""
+    """Tokens of each step, chunks upon decodes with their drafts; steps that share a pixel show the one with most."""
     columns: dict[int, TimedStep] = {}
     for timed in history.steps:
         if scale.shows(timed.start_us, timed.end_us):
@@ -122,7 +122,8 @@ def _tokens_panel(history: History, scale: _Scale, top: float) -> Iterator[str]:
     yield _panel_label("tokens a step", most_tokens, top)
     for timed in columns.values():
         x, right, step = scale.x(timed.start_us), scale.x(timed.end_us), timed.step
-        for name, low, high in (("decode", 0, step.decodes), ("prompt", step.decodes, step.tokens)):
+        decoded = step.tokens - sum(chunk.count for chunk in timed.chunks)
+        for name, low, high in (("decode", 0, decoded), ("prompt", decoded, step.tokens)):
             y, height = top + _PANEL * (1 - high / most_tokens), _PANEL * (high - low) / most_tokens
             if height:
                 yield _rect(x, y, max(right - x, 1.0), height, _COLOURS[name])
@@ -171,9 +172,10 @@ def _lane(life: Life, scale: _Scale, top: float, last_us: int) -> Iterator[str]:
             yield _bar(scale, top, span.start_us, span.end_us, span.kind, text)
     if life.ended_us is not None and scale.shows(life.ended_us, life.ended_us):
         x, colour = scale.x(life.ended_us), _END_COLOURS.get(life.reason or "", "#222222")
+        drafts = f", {life.accepted} of {life.drafted} drafted accepted" if life.drafted else ""
         yield (
             f'<rect x="{x - 1:.1f}" y="{top - 2}" width="2" height="{_BAR + 4}" fill="{colour}">'
-            f"<title>{escape(life.request_id)}: {life.reason}, {life.tokens} tokens</title></rect>"
+            f"<title>{escape(life.request_id)}: {life.reason}, {life.tokens} tokens{drafts}</title></rect>"
         )
 
 

@@ -90,6 +90,46 @@ def test_with_run_ahead_a_step_counts_from_when_the_one_before_was_read(path: Pa
     assert [timed.duration_us for timed in History(path).steps] == [1000, 700]
 
 
+@pytest.fixture
+def drafted(path: Path) -> Path:
+    """The same log with two steps that verify drafts of the last request, one that does not, and one that failed."""
+    log = StepLog(str(path))
+    for line in LINES:
+        log.write(line)
+    log.write(step(7, 10700, chunks=[Chunk("a", 1, 5, True, 4, 3)], tokens=5))
+    log.write(step(8, 11800, chunks=[Chunk("a", 5, 3, True, 2, 0)], tokens=3))
+    log.write(step(9, 12900, decodes=1, decode_ids=("a",), tokens=1))
+    log.write(step(10, 14000, decode_ids=(), chunks=[Chunk("a", 7, 3, True, 2)], tokens=3, error="no"))
+    log.write(Ended(at_us=15100, request_id="a", reason=FinishReason.ERROR))
+    log.close()
+    return path
+
+
+def test_what_became_of_drafts_is_told_of_all_requests_and_of_each(drafted: Path) -> None:
+    history = History(drafted)
+    got = figures(history)
+    assert got["drafts"] == {
+        "drafted_tokens": 6, "accepted_tokens": 3, "acceptance_rate": 0.5, "requests": 1, "tokens_per_decode": 10 / 7,
+    }  # fmt: skip
+    last = history.lives[-1]
+    assert (last.tokens, last.drafted, last.accepted, last.decode_steps) == (7, 6, 3, 3)
+    assert [(span.kind, span.tokens) for span in last.spans] == [("prompt", 1), ("decode", 9)]
+    assert got["kinds"]["decodes with drafts"]["steps"] == 3
+    assert "a: error, 7 tokens, 3 of 6 drafted accepted" in draw(history)
+
+
+def test_without_drafts_nothing_is_said_of_them(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures(History(path))["drafts"] is None
+    assert main(["bench", "explain", str(path)]) == 0
+    assert "draft" not in capsys.readouterr().out.lower()
+
+
+def test_drafts_have_a_table_of_their_own(drafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "explain", str(drafted)]) == 0
+    [row] = [line.split() for line in capsys.readouterr().out.splitlines() if "50.0%" in line and "1.43" in line]
+    assert row[1::2] == ["1", "6", "3", "50.0%", "1.43"]
+
+
 def test_the_command_prints_tables_and_writes_figures_and_a_drawing(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
