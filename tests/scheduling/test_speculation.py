@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 
+from mini_sglang.bench.traces import TraceRow
 from mini_sglang.config import ResolvedConfig
 from mini_sglang.request import Request
 from mini_sglang.sampling_params import SamplingParams
 from mini_sglang.scheduling.batch import MOST_VERIFIED, StepResult
 from mini_sglang.scheduling.scheduler import Scheduler
+from mini_sglang.scheduling.simulation import Simulation, generate
 from mini_sglang.scheduling.speculation import LONGEST_PAUSE, Gate, InVocabulary, NgramProposer, make_gate
 from mini_sglang.scheduling.step_cost import StepCost
 
@@ -350,3 +352,55 @@ def test_a_step_verifies_no_more_than_graphs_have_room_for() -> None:
         most = max(most, num_samples)
         scheduler.update(batch, StepResult([9] * num_samples, [None] * num_samples))
     assert most == MOST_VERIFIED
+
+
+# -- beside the prefix cache -------------------------------------------------------------------------------------------
+
+
+class Guesses:
+    """Drafts what a request will get, but for every third token."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        known = len(request.output_ids)
+        answer = generate(request.prompt_ids, request.seed, known + most, vocab_size=3)[known:]
+        return [(token + 1) % 3 if place % 3 == 2 else token for place, token in enumerate(answer, known)]
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+def cached_tokens(rows: list[TraceRow], gate: Gate | None, *, num_pages: int, page_size: int) -> list[int]:
+    """Of each turn of chats whose prompts hold the answers before; whoever asked longest ago asks next."""
+    config = ResolvedConfig(
+        num_pages=num_pages,
+        page_size=page_size,
+        context_length=200,
+        max_running_requests=2,
+        max_prefill_tokens=32,
+    )
+    simulation = Simulation(config, gate=gate)
+    histories: dict[int | None, list[int]] = {}
+    for number, row in enumerate(rows):
+        prompt = histories.get(row.chat_id, []) + row.prompt(range(3))
+        turn = Request(str(number), prompt, SamplingParams(max_tokens=row.output_length, ignore_eos=True))
+        simulation.add(turn)
+        simulation.run()
+        histories[row.chat_id] = prompt + turn.output_ids
+    simulation.check_outputs()
+    drafts = simulation.scheduler.stats().drafts
+    assert gate is None or (drafts is not None and 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens)
+    return [made.num_cached_tokens for made in simulation.requests.values()]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("num_tokens", [1600, 240], ids=["all fits", "chats push each other out"])
+def test_chats_find_as_much_in_the_prefix_cache_as_without(page_size: int, num_tokens: int) -> None:
+    turns = [(turn, chat) for turn in range(4) for chat in range(4)]
+    rows = [
+        TraceRow(0.0, 5 + turn + chat, 12 + 3 * chat + turn, (7, 4 * turn + chat), 6, chat_id=chat)
+        for turn, chat in turns
+    ]
+    num_pages, gate = num_tokens // page_size, Gate(Guesses(), 4, CHEAP_TOKENS, always=True)
+    found = cached_tokens(rows, gate, num_pages=num_pages, page_size=page_size)
+    assert found == cached_tokens(rows, None, num_pages=num_pages, page_size=page_size)
+    assert sum(found) > 0
