@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mini_sglang.bench.acceptance import Acceptance
 from mini_sglang.bench.hardware import torch_dtype
 from mini_sglang.bench.host_time import HostTime, host_time, most_at_once
 from mini_sglang.bench.output import progress_bar
@@ -100,6 +101,7 @@ class Run:
     tokens_per_second: float
     seconds: float
     steps: int
+    drafts: Acceptance | None = None  # None: nothing was drafted
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def run_numbers(runs: int) -> Iterator[int]:
 def run(engine: Engine, workload: Workload, *, before_step: Callable[[int], None] | None = None) -> Run:
     """Add every request at once and step until all have ended. Raises RuntimeError if one ends early."""
     start = time.perf_counter()
-    first_step = engine.stats().num_steps
+    before = engine.stats()
     workload.add_to(engine)
     tokens = calls = 0
     while engine.has_work:
@@ -175,4 +177,6 @@ def run(engine: Engine, workload: Workload, *, before_step: Callable[[int], None
     seconds = time.perf_counter() - start
     if tokens != workload.num_output_tokens:
         raise RuntimeError(f"{tokens} tokens came back, {workload.num_output_tokens} were asked for")
-    return Run(tokens / seconds, seconds, engine.stats().num_steps - first_step)
+    after = engine.stats()
+    drafts = Acceptance.between(before.drafts, after.drafts)
+    return Run(tokens / seconds, seconds, after.num_steps - before.num_steps, drafts)

@@ -22,6 +22,8 @@ def offline_tables(offline: Offline, traffic: Traffic, ceilings: Ceilings) -> li
     for index, run in enumerate(offline.runs):
         best = " (counts)" if run is offline.best else ""
         runs.add_row(f"{index + 1}{best}", f"{run.tokens_per_second:,.0f}", f"{run.seconds:.2f}", str(run.steps))
+    if offline.best.drafts is not None:
+        runs.caption = str(offline.best.drafts)
     tables = [runs, roofline_table(traffic, ceilings, offline.best.seconds), host_table(offline.host)]
     if offline.profiles:
         title = (

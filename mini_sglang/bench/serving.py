@@ -17,14 +17,16 @@ from pathlib import Path
 import msgspec
 from rich.progress import TimeElapsedColumn
 
+from mini_sglang.bench.acceptance import Acceptance
 from mini_sglang.bench.apis import APIS, Sampling
 from mini_sglang.bench.datasets import Requests, open_dataset
+from mini_sglang.bench.draft_counters import read_drafts
 from mini_sglang.bench.http_client import NOT_CONNECTED, Exchange, HttpClient
 from mini_sglang.bench.load_generator import Load, LoadGenerator, LoadRequest, OnProgress
 from mini_sglang.bench.output import load_pyplot, progress_bar, show
 from mini_sglang.bench.queue_time import QueueTimes
 from mini_sglang.bench.serving_config import ServingConfig
-from mini_sglang.bench.serving_figures import Figures, figures_of, medians
+from mini_sglang.bench.serving_figures import Distribution, Figures, figures_of, medians
 from mini_sglang.bench.serving_report import plot_rates, serving_report
 from mini_sglang.bench.sweep import OTHER_DATA, highest_rate, send_times, sweep
 
@@ -77,12 +79,12 @@ async def _measure_once(
         _check(await client.post("/flush_cache", b"{}"), "POST /flush_cache")
     if config.warmup:
         await _load(config, client, sampling, requests(seed + OTHER_DATA)[: config.warmup], concurrency=config.warmup)
-    before = await _queue_times(client)
+    before = await _metrics(client)
     sent = requests(seed)[: config.num_requests_at(rate)]
     load = await _load(config, client, sampling, sent, concurrency=config.concurrency, rate=rate, seed=times)
-    after = await _queue_times(client)
-    waited = after.since(before) if before is not None and after is not None else None
-    return figures_of(load, rate=rate, slos=config.slos(), queue_ms=waited)
+    after = await _metrics(client)
+    drafts = Acceptance.between(read_drafts(before), read_drafts(after))
+    return figures_of(load, rate=rate, slos=config.slos(), queue_ms=_queue_ms(before, after), drafts=drafts)
 
 
 async def _load(
@@ -104,11 +106,17 @@ async def _load(
         return await generator.at_times(send_times(config, requests, rate, seed), in_turn=rate is None)
 
 
-async def _queue_times(client: HttpClient) -> QueueTimes | None:
+async def _metrics(client: HttpClient) -> str:
+    """The server's Prometheus metrics; nothing if it has none."""
     exchange = await client.get("/metrics")
     if exchange.error is not None or exchange.status != 200:
-        return None
-    return QueueTimes.read(exchange.body.decode())
+        return ""
+    return exchange.body.decode()
+
+
+def _queue_ms(before: str, after: str) -> Distribution | None:
+    first, last = QueueTimes.read(before), QueueTimes.read(after)
+    return None if first is None or last is None else last.since(first)
 
 
 async def _model(config: ServingConfig, client: HttpClient) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mini_sglang.bench.acceptance import Acceptance
 from mini_sglang.bench.load_generator import Load
 from mini_sglang.bench.slo import is_good
 
@@ -61,6 +62,7 @@ class Figures:
     tpot_ms: Distribution | None
     e2e_ms: Distribution | None
     queue_ms: Distribution | None  # from the server's metrics; None: it has none
+    drafts: Acceptance | None  # from the server's metrics; None: nothing was drafted, or it does not say
     input_tokens: Distribution | None
     output_tokens: Distribution | None
     cached_tokens: Distribution | None  # per request; None: the server does not say
@@ -72,7 +74,12 @@ class Figures:
 
 
 def figures_of(
-    load: Load, *, rate: float | None, slos: Mapping[str, float], queue_ms: Distribution | None = None
+    load: Load,
+    *,
+    rate: float | None,
+    slos: Mapping[str, float],
+    queue_ms: Distribution | None = None,
+    drafts: Acceptance | None = None,
 ) -> Figures:
     """The figures of one run; `slos` are limits in ms by metric, as `slo` defines them."""
     done = [outcome for outcome in load.outcomes if outcome.error is None]
@@ -98,6 +105,7 @@ def figures_of(
         tpot_ms=_ms(outcome.tpot for outcome in done if outcome.tpot is not None),
         e2e_ms=_ms(outcome.e2e for outcome in done),
         queue_ms=queue_ms,
+        drafts=drafts,
         input_tokens=Distribution.of(inputs),
         output_tokens=Distribution.of([outcome.output_tokens for outcome in done]),
         cached_tokens=Distribution.of(cached),
@@ -114,7 +122,7 @@ def _ms(seconds: Iterable[float]) -> Distribution | None:
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Each figure's median over the runs, percentiles included; of errors, kinds of all runs."""
+    """Each figure's median over the runs, percentiles included; of errors, kinds of all runs, and drafts of all."""
     if len(runs) == 1:
         return runs[0]
     kinds = {kind for run in runs for kind in run.errors}
@@ -126,6 +134,8 @@ def medians(runs: Sequence[Figures]) -> Figures:
             values[name] = None
         elif isinstance(present[0], Distribution):
             values[name] = Distribution(*map(statistics.median, zip(*map(dataclasses.astuple, present), strict=True)))
+        elif isinstance(present[0], Acceptance):
+            values[name] = Acceptance.together(present)
         elif not isinstance(present[0], dict):
             values[name] = statistics.median(present)
     values["errors"] = {kind: statistics.median(run.errors.get(kind, 0) for run in runs) for kind in sorted(kinds)}

@@ -103,7 +103,7 @@ def load_of(config: ServingConfig, figures: Figures) -> str:
 
 
 def throughput_lines(figures: Figures) -> list[str]:
-    """Throughput and errors."""
+    """Throughput, drafts and errors."""
     cached = "" if figures.cached_share is None else f" ({figures.cached_share:.1%} cached)"
     goodput = "" if figures.goodput is None else f", {figures.goodput:,.2f} within the SLO (goodput)"
     good = "" if figures.good_share is None else f", {figures.good_share:.1%} good"
@@ -111,6 +111,7 @@ def throughput_lines(figures: Figures) -> list[str]:
         f"{figures.num_completed:g} of {figures.num_requests:g} requests in {figures.seconds:.2f} s{good}",
         f"requests/s: {figures.requests_per_second:,.2f}{goodput}",
         f"tokens/s: {figures.input_tokens_per_second:,.1f} in{cached}, {figures.output_tokens_per_second:,.1f} out",
+        *([] if figures.drafts is None else [str(figures.drafts)]),
         *(f"{count:g} failed: {kind} {figures.details.get(kind, '')[:200]}" for kind, count in figures.errors.items()),
     ]
 

@@ -25,9 +25,18 @@ SMALL = ("--num-requests", "12", "--input-length", "10:30", "--output-length", "
 
 @pytest.fixture(scope="module")
 def own_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of this project's server with a tiny model."""
+    """The address of this project's server with a tiny model, which drafts."""
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ("--model", str(checkpoints.write().path), "--dtype", "float32", "--num-pages", "64")
+    options = (
+        "--model",
+        str(checkpoints.write().path),
+        "--dtype",
+        "float32",
+        "--num-pages",
+        "64",
+        "--speculative",
+        "ngram",
+    )
     with run_server(log, *options) as server:
         yield server.url
 
@@ -172,6 +181,27 @@ def test_every_api_of_this_project_is_measured(
     assert result["ttft_ms"]["p50"] > 0
     if api != "chat":  # whose template adds to prompts
         assert 10 <= result["input_tokens"]["p50"] <= 30
+
+
+def test_drafts_are_told_of_where_a_server_makes_any(
+    own_server: str, scripted_server: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drafts(url: str) -> dict[str, Any] | None:
+        options = ["--concurrency", "1", "--num-requests", "2", "--input-length", "9", "--output-length", "60"]
+        greedy = ["--temperature", "0", "--vocab", "100:300", "--warmup", "0", "--json", str(tmp_path / "figures.json")]
+        assert main(["bench", "serving", "--url", url, *options, *greedy]) == 0
+        [result] = json.loads((tmp_path / "figures.json").read_text())["results"]
+        found: dict[str, Any] | None = result["drafts"]
+        return found
+
+    found = drafts(own_server)
+    text = capsys.readouterr().out
+    assert found is not None
+    assert 0 < found["num_drafts"] <= 2 * 60
+    assert found["acceptance_rate"] == sum(found["num_accepted_at"]) / found["num_draft_tokens"]
+    assert f"drafts: {found['num_drafts']} of {found['num_draft_tokens']} tokens" in text
+    assert drafts(scripted_server(ttft_ms=1)) is None
+    assert "drafts" not in capsys.readouterr().out
 
 
 def test_a_replayed_trace_meets_its_own_blocks_in_the_cache(own_server: str, tmp_path: Path) -> None:

@@ -46,6 +46,20 @@ def test_a_run_returns_every_token(engine: Engine) -> None:
     result = run(engine, Workload([[3, 4, 5], [6] * 40], [7, 12]))
     assert result.steps >= 12
     assert result.tokens_per_second > 0
+    assert result.drafts is None
+
+
+def test_a_run_tells_what_became_of_its_drafts(checkpoints: Checkpoints) -> None:
+    config = EngineConfig(model=str(checkpoints.write().path), dtype="float32", num_threads=1, num_pages=64)
+    engine = Engine(config.replace(speculative="ngram", speculative_gate=False))
+    workload = Workload([[3, 4, 5] * 4, [6] * 9], [30, 20], temperature=0.0)
+    drafts = [run(engine, workload).drafts for _ in range(2)]
+    stats = engine.stats().drafts
+    assert stats is not None
+    assert [each and each.num_draft_tokens > 0 for each in drafts] == [True, True]
+    assert stats.num_drafts == sum(each.num_drafts for each in drafts if each)
+    assert f"{drafts[1]}".startswith("drafts: ")
+    engine.close()
 
 
 @pytest.mark.parametrize(

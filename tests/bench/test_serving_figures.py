@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mini_sglang.bench.acceptance import Acceptance
 from mini_sglang.bench.load_generator import Load, Outcome
 from mini_sglang.bench.queue_time import QueueTimes
 from mini_sglang.bench.serving_figures import Distribution, Figures, figures_of, medians
@@ -93,6 +94,14 @@ def test_repeats_are_reported_by_their_medians() -> None:
     assert found.errors == {"HTTP 500": 0}
     assert found.details == {"HTTP 500": "no"}
     assert medians(runs[:1]) is runs[0]
+
+
+def test_drafts_of_repeats_are_counted_together() -> None:
+    runs = [Acceptance(2, 8, [1], 1 / 8, 0.5, [0.5]), None, Acceptance(6, 8, [3], 3 / 8, 0.5, [0.5])]
+    load = Load([outcome(1.0)], 2.0, 0.5)
+    found = medians([figures_of(load, rate=3, slos={}, drafts=run) for run in runs])
+    assert found.drafts == Acceptance(8, 16, [4], 0.25, 0.5, [0.5])
+    assert medians([figures(outcome(1.0))] * 2).drafts is None
 
 
 def metrics(name: str, *cumulative: float, seconds: float) -> str:
