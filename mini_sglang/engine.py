@@ -215,10 +215,8 @@ class Engine:
         if self._cost is None:
             return None
         began_s, self._read_s = max(launched_s, self._read_s), time.perf_counter()
-        took_us = (self._read_s - began_s) * 1e6
-        if batch.drafts:
-            took_us -= batch.num_model_drafts * self._cost.draft_us
-        return round(self._cost.learn(work_of(batch.rows), took_us))
+        drafts = batch.num_model_drafts if batch.drafts else 0
+        return round(self._cost.learn(work_of(batch.rows), (self._read_s - began_s) * 1e6, drafts))
 
     def _phase(self, name: PhaseName, step: int) -> AbstractContextManager[object]:
         """Context of one phase of a step, which the observer, if there is one, times and names in traces."""

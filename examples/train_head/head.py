@@ -167,10 +167,11 @@ class Head(nn.Module):
         return out
 
 
-def export(tensors: dict[str, Tensor], config: ModelConfig, intermediate: int, folder: Path, *, bits: int = 16) -> None:
-    """Write config.json and model.safetensors, of `Head.tensors`: float16, or matrices of 4 bits.
+def export(tensors: dict[str, Tensor], config: ModelConfig, intermediate: int, folder: Path, *, packed: bool) -> None:
+    """Write config.json and model.safetensors, of `Head.tensors`: in float16, or `packed`.
 
-    Those are rounded to nearest, with a scale for each 32 inputs, as compressed-tensors packs them.
+    Then the output head, the largest matrix, has 4 bits a weight and a scale for each 32 inputs, and the others have 8
+    bits and a scale for each output, rounded to nearest, as compressed-tensors stores them.
     """
     size = len(tensors["d2t"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,7 @@ def export(tensors: dict[str, Tensor], config: ModelConfig, intermediate: int, f
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
     }
-    if bits == 4:
+    if packed:
         settings["quantization_config"] = _PACKED
         tensors = {part: value for name, tensor in tensors.items() for part, value in _packed(name, tensor).items()}
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -199,36 +200,37 @@ def export(tensors: dict[str, Tensor], config: ModelConfig, intermediate: int, f
 
 
 def _packed(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A matrix in 4 bits, eight weights to a word; anything else as it is."""
+    """The output head in 4 bits, eight weights to a word, other matrices in 8 bits; anything else as it is."""
+    module = name.removesuffix(".weight")
     if tensor.dim() != 2:
         return {name: tensor}
+    if module != "lm_head":
+        scale = (tensor.float().abs().amax(1, keepdim=True) / 127).half().clamp_min(torch.finfo(torch.half).tiny)
+        return {name: (tensor / scale).round().to(torch.int8), f"{module}.weight_scale": scale}
     stored = quantize_int4(tensor, 32, scale_dtype=torch.float16)
     octets = stored.q[:, 0::2] | stored.q[:, 1::2] << 4
-    parts = {
-        "weight_packed": octets.view(torch.int32),
-        "weight_scale": stored.scale.half(),
-        "weight_shape": torch.tensor(tensor.shape),
+    return {
+        f"{module}.weight_packed": octets.view(torch.int32),
+        f"{module}.weight_scale": stored.scale.half(),
+        f"{module}.weight_shape": torch.tensor(tensor.shape),
     }
-    return {f"{name.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+
+
+def _group(target: str, layout: str, **weights: object) -> dict[str, object]:
+    return {
+        "targets": [target],
+        "weights": {"type": "int", "symmetric": True, "dynamic": False, **weights},
+        "format": layout,
+    }
 
 
 _PACKED = {
     "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
+    "format": "mixed-precision",
     "quantization_status": "compressed",
     "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "strategy": "group",
-                "group_size": 32,
-                "symmetric": True,
-                "dynamic": False,
-            },
-            "format": "pack-quantized",
-        }
+        "group_0": _group("re:lm_head", "pack-quantized", num_bits=4, strategy="group", group_size=32),
+        "group_1": _group("Linear", "int-quantized", num_bits=8, strategy="channel"),
     },
     "ignore": [],
 }

@@ -230,7 +230,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-vocab", type=int, help="its size; none: by --coverage")
     parser.add_argument("--coverage", type=float, default=0.99, help="share of the answers' tokens")
     parser.add_argument("--held-out", type=int, default=256, help="texts that are kept for the report, at most a tenth")
-    parser.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of a weight of the head's matrices")
+    parser.add_argument("--packed", action="store_true", help="matrices in 8 bits, and the output head in 4")
     parser.add_argument("--print-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{len(texts)} texts to train on, {len(held_out)} held out; {parameters} parameters: {sizes}", flush=True)
     train(head, target, texts, args.device, args)
     intermediate = head.midlayer.mlp.gate_proj.out_features
-    export(head.tensors(), config, intermediate, args.out, bits=args.bits)
+    export(head.tensors(), config, intermediate, args.out, packed=args.packed)
     for name, is_greedy in (("greedy", True), ("sampled", False)):
         chosen = [text for text in held_out if text.is_greedy == is_greedy]
         if chosen:

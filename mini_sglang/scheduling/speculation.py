@@ -259,7 +259,11 @@ class Gate:
         self._rate = tokens / us
         for record, request, draft in proposed:
             is_unknown = draft[0] == UNKNOWN
-            length, more, longer_us = self._worth(record, request, len(draft), tokens / us, draft_us * is_unknown)
+            own_us = draft_us * is_unknown
+            length, more, longer_us = self._worth(record, request, len(draft), tokens / us, own_us)
+            if length > 1:  # is each of them worth it also at the rate that they would bring?
+                rate = (tokens + more) / (us + longer_us)
+                length, more, longer_us = self._worth(record, request, length, rate, own_us)
             if not length and is_unknown and record.is_probed(request.num_known_tokens):
                 length = 1
             if length:

@@ -46,22 +46,23 @@ class StepCost:
 
     def __init__(self, step: float, decode: float, context: float, token: float, pair: float, draft: float = 0) -> None:
         self.us_of = [step, decode, context, token, pair]  # all above 0
-        self.draft_us = draft  # beside a step, for each token that a model drafts of all its requests; it stays
+        self.draft_us = draft  # beside those: for each time that a model drafts a token, of any number of requests
 
     def predict(self, work: Work) -> float:
         """Microseconds that a step of this work takes."""
         return sum(us * number for us, number in zip(self.us_of, work, strict=True))
 
-    def learn(self, work: Work, took_us: float) -> float:
+    def learn(self, work: Work, took_us: float, drafts: int = 0) -> float:
         """Follow a step that was seen to take `took_us`: each part is corrected by its share in the prediction.
 
-        Returns what was predicted, in microseconds.
+        Before it a model has drafted `drafts` times. Returns what was predicted, in microseconds.
         """
-        parts = [us * number for us, number in zip(self.us_of, work, strict=True)]
+        parts = [us * number for us, number in zip(self.us_of, work, strict=True)] + [self.draft_us * drafts]
         expected = sum(parts)
         error = min(max(took_us / expected - 1, LEAST_ERROR), MOST_ERROR) * expected
         scale = RATE * error / sum(part * part for part in parts)
-        self.us_of = [us * (1 + scale * part) for us, part in zip(self.us_of, parts, strict=True)]
+        known = [*self.us_of, self.draft_us]
+        *self.us_of, self.draft_us = (us * (1 + scale * part) for us, part in zip(known, parts, strict=True))
         return expected
 
     def prompt_us(self, start: int, count: int) -> float:
