@@ -67,6 +67,7 @@ def _run(cell: Cell, stage: Stage, plain: PlainRuns) -> Seen:
         plain=expected[0],
         plain_without=work.plain_without,
         plain_with=work.plain_with,
+        guessed=lambda: work.guessed({**dict(zip(outcome.request_ids, work.asks, strict=True)), **work.script.others}),
         request_ids=outcome.request_ids,
         others=outcome.others,
         steps=outcome.steps,

@@ -54,7 +54,7 @@ class Chunk(msgspec.Struct, array_like=True):
     count: int
     samples: bool  # the step computes the last known token, and samples the next
     drafted: int = 0  # of `count`: tokens behind the last known one, which are verified
-    accepted: int = 0  # of these: tokens that became part of the answer
+    accepted: int = 0  # of these, beside the one token that every such row adds to the answer
 
 
 class Step(msgspec.Struct, kw_only=True, tag="step", tag_field="kind", omit_defaults=True):

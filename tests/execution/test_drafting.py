@@ -26,6 +26,7 @@ WAYS: dict[str, dict[str, object]] = {
     "no cache": {"cache": "naive"},
     "run-ahead": {"run_ahead": 1},
     "the gate": {"speculative_gate": True},
+    "the gate, run-ahead": {"speculative_gate": True, "run_ahead": 1},
 }
 
 

@@ -16,7 +16,7 @@ from tests.feature_matrix import tools
 from tests.feature_matrix.company import Script
 from tests.feature_matrix.feature import PAGE_SIZE, PROMPT_LENGTH, Feature, Fields, Other, Way, roomy
 from tests.feature_matrix.features import BESIDE, FEATURES
-from tests.feature_matrix.plain import PlainRuns, Settings, as_settings
+from tests.feature_matrix.plain import PlainRuns, Settings, as_settings, drafter_of
 from tests.feature_matrix.requests import Answer, Ask
 from tests.tiny import VOCAB_SIZE
 
@@ -110,6 +110,18 @@ class Work:
         """The plain answer to the first request with other values of some fields."""
         return self.plain_answer(Ask(self.prompt, msgspec.structs.replace(self.params, **fields)))
 
+    def guessed(self, asks: Mapping[str, Ask]) -> dict[str, list[bool]]:
+        """Where the draft model says what a greedy one of `asks` has in its prompt, and gets but for the last token."""
+        guessed = {}
+        for name, ask in asks.items():
+            if _is_best(ask.params):
+                known = (*ask.prompt, *self.plain_answer(ask).token_ids[:-1])  # the last ends it, drafted or not
+                params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+                answer = self._plain.answer(drafter_of(self._cell.model), self._cell.numerics, Ask(known, params))
+                pairs = [entry.token_ids for entry in answer.prompt_logprobs or ()]
+                guessed[name] = [False, *(token_id == best for token_id, best in pairs)]
+        return guessed
+
     @functools.cached_property
     def asks(self) -> list[Ask]:
         """The cell's requests."""
@@ -143,6 +155,12 @@ class Work:
 
     def _params(self, fields: Fields) -> SamplingParams:
         return msgspec.convert({**REQUEST, **fields}, SamplingParams)
+
+
+def _is_best(params: SamplingParams) -> bool:
+    """Whether each token is the likeliest of all, whatever was said before."""
+    is_changed = params.logit_bias or params.min_tokens or params.is_penalised or params.is_constrained
+    return params.temperature == 0 and not is_changed
 
 
 @functools.cache

@@ -60,6 +60,20 @@ def drafts_were_verified(seen: Seen) -> bool:
     return any(chunk.accepted for chunk in chunks) and was_rejected
 
 
+def a_model_drafted(seen: Seen) -> bool:
+    """Drafts were verified, and whatever it drafted for a greedy request is what it says when it computes all anew.
+
+    So its own keys and values are right, though no answer depends on them.
+    """
+    for name, is_right in seen.guessed().items():
+        for chunk in seen.steps.chunks_of([name]):
+            end = chunk.start + chunk.count
+            verified = [*is_right[end - chunk.drafted : end], False]  # the answer may end before the draft
+            if min(chunk.accepted, len(verified) - 1) != verified.index(False):
+                return False
+    return drafts_were_verified(seen)
+
+
 def neighbours_were_aborted(seen: Seen) -> bool:
     """In nearly every step with the cell's requests, and some of them while they ran."""
     ran = any(name.startswith("passing") for name in seen.steps.admitted)

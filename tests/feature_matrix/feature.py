@@ -13,6 +13,7 @@ from tests.feature_matrix.step_log import Steps
 PAGE_SIZE = 4  # of cells, unless a feature says otherwise
 PROMPT_LENGTH = 46  # of a cell's requests; ends inside a page of 4 and of 16
 POOL_TOKENS = 1024  # that the KV pool holds, unless a feature says otherwise
+DRAFT_MODEL = "the draft model of the cell's checkpoint"  # a value of `speculative`, in place of a path
 
 Fields = Mapping[str, object]  # of SamplingParams
 Way = Literal["engine", "LLM", "server"]
@@ -48,6 +49,8 @@ class Seen:
     plain_without: Callable[[str], Answer]  # the plain answer to the first of them without what a feature asks for
     plain_with: Callable[..., Answer]  # the same with other values of some fields
     request_ids: Sequence[str]  # of the cell's requests, as the engine knew them, in the order of their arrival
+    guessed: Callable[[], Mapping[str, Sequence[bool]]]  # for each greedy request: which tokens of its prompt, and
+    # of its answer but for the last, the cell's draft model would have said too, asked anew and alone
     others: Mapping[str, Answer]  # to the requests that features declare, by "before", "beside" or "later", the
     # feature's short name, and their number
     steps: Steps

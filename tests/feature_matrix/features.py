@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mini_sglang import SamplingParams
 from tests.feature_matrix import evidence, tools
-from tests.feature_matrix.feature import GREEDY, PROMPT_LENGTH, Draft, Feature, Fields, Other
+from tests.feature_matrix.feature import DRAFT_MODEL, GREEDY, PROMPT_LENGTH, Draft, Feature, Fields, Other
 
 ONE_PAGE_SIZE = "An engine has one page size."
 ONE_SCHEDULE = "An engine has one schedule."
@@ -152,7 +152,18 @@ FEATURES = (
         short="draft",
         meaning="Tokens are drafted, rightly and wrongly, and verified in the step of the token before them.",
         settings={"speculative": "ngram", "speculative_gate": False},
+        senseless={"draft model": "An engine has one proposer."},
         evidence=evidence.drafts_were_verified,
+    ),
+    Feature(
+        name="draft model",
+        short="dm",
+        meaning="Another model drafts, which is right about half of the time; where a grammar rules, only that drafts.",
+        settings={"speculative": DRAFT_MODEL, "speculative_tokens": 3, "speculative_gate": False},
+        senseless={
+            "run-ahead": "A model drafts whenever it may, and behind known tokens only: each step is waited for."
+        },
+        evidence=evidence.a_model_drafted,
     ),
     Feature(
         name="lpm",

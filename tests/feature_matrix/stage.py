@@ -11,7 +11,8 @@ from tests import tiny
 from tests.feature_matrix.cells import Cell, Work
 from tests.feature_matrix.company import joined
 from tests.feature_matrix.drafts import KnowsAnswers
-from tests.feature_matrix.plain import PlainRuns, Settings
+from tests.feature_matrix.feature import DRAFT_MODEL
+from tests.feature_matrix.plain import PlainRuns, Settings, drafter_of
 from tests.feature_matrix.requests import Answer
 from tests.feature_matrix.step_log import Steps, read_steps
 from tests.feature_matrix.ways import ask_engine, ask_llm, ask_server
@@ -82,7 +83,11 @@ class Stage:
             self.close()
             settings = {**dict(cell.settings), "step_log": str(self._log)}
             model, self._proposer = str(self._plain.checkpoint(cell.model).path), KnowsAnswers()
-            proposer = self._proposer if "speculative" in settings else None
+            proposer = None
+            if settings.get("speculative") == DRAFT_MODEL:
+                settings["speculative"] = str(self._plain.checkpoint(drafter_of(cell.model)).path)
+            elif "speculative" in settings:
+                proposer = self._proposer
             self._llm, self._key = LLM(model, proposer=proposer, **settings), key
         return self._llm
 
