@@ -143,7 +143,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         assert answers(engine) == plain, "from the cache"
         stats = engine.stats()
     assert stats.drafts is not None
-    assert stats.drafts.num_draft_tokens == sum(stats.drafts.num_accepted_at) > 20
+    assert stats.drafts.num_draft_tokens == sum(stats.drafts.num_accepted_at)
+    if not WAYS[way].get("speculative_gate"):  # which may find that nothing pays on this machine
+        assert stats.drafts.num_draft_tokens > 20
     if way == "pages of 3, few of them":
         assert stats.num_preemptions
 
