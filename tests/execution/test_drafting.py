@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,13 @@ from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from mini_sglang import Engine, SamplingParams
+from mini_sglang.request import Request
 from mini_sglang.scheduling.batch import ScheduledBatch, StepResult
+from mini_sglang.scheduling.speculation import Gate, ModelProposer
+from mini_sglang.scheduling.step_cost import StepCost
 from mini_sglang.weights.tensor import WeightsError
 from tests import tiny
+from tests.feature_matrix.step_log import read_steps
 
 HEAD_LAYERS = [1, 2, 3]  # of a target with four
 WAYS: dict[str, dict[str, object]] = {
@@ -26,7 +31,6 @@ WAYS: dict[str, dict[str, object]] = {
     "no cache": {"cache": "naive"},
     "run-ahead": {"run_ahead": 1},
     "the gate": {"speculative_gate": True},
-    "the gate, run-ahead": {"speculative_gate": True, "run_ahead": 1},
 }
 
 
@@ -148,6 +152,32 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         assert stats.drafts.num_draft_tokens > 20
     if way == "pages of 3, few of them":
         assert stats.num_preemptions
+
+
+class NowAndThen(ModelProposer):
+    """Has the model draft every other time, so that requests run ahead between."""
+
+    def __init__(self) -> None:
+        self._times = itertools.count()
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return super().propose(request, most) if next(self._times) % 2 else []
+
+
+def test_it_follows_requests_that_run_ahead(
+    target: tiny.TinyCheckpoint, plain: list[list[int]], tmp_path: Path
+) -> None:
+    log = tmp_path / "steps.jsonl"
+    settings = drafting(target, target.path, run_ahead=1, step_log=str(log))
+    with tiny.run_engine(target.path, **settings) as engine:
+        cost = StepCost(1.0, 1.0, 1.0, 1.0, 1.0)
+        engine.scheduler._gate = Gate(NowAndThen(), 4, cost, hesitates=True, always=True)
+        assert answers(engine) == plain
+        stats = engine.stats().drafts
+    assert stats is not None
+    assert stats.num_draft_tokens == sum(stats.num_accepted_at) > 20
+    steps = read_steps(log, after=0).steps
+    assert any(later.at_us < step.read_us for step, later in itertools.pairwise(steps))
 
 
 @pytest.mark.parametrize("way", ["as it is", "chunks of 7", "run-ahead"])
