@@ -68,8 +68,8 @@ class Engine:
         self._observer: EngineObserver | None = None  # None: nothing asks for logs or traces
         if log is not None or config.profile_dir is not None:
             self._observer = EngineObserver(log, config.profile_dir)
-        if proposer is not None and config.speculative == "none":
-            config = config.replace(speculative="ngram")  # which the proposer stands in for
+        if proposer is not None:
+            config = config.replace(speculative="ngram")  # which the proposer stands in for, so that no model is loaded
         with no_collections():
             self.executor = Executor(config, source)
         self.config = self.executor.config

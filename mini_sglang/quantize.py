@@ -237,15 +237,15 @@ def _w4a16(sizes: Sequence[int]) -> _Method:
     return _Method(
         f"4 bits, a scale for each {group} inputs",
         partial(quantize_int4, group_size=group),
-        _packed,
+        pack_int4,
         "pack-quantized",
         {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, **_STATIC},
         multiple=smallest,
     )
 
 
-def _packed(stored: QuantizedWeight) -> Tensors:
-    """Eight weights to a word, the first in its lowest bits."""
+def pack_int4(stored: QuantizedWeight) -> Tensors:
+    """The tensors of a matrix in 4 bits as compressed-tensors has them: eight weights to a word, the first lowest."""
     octets = stored.q[:, 0::2] | stored.q[:, 1::2] << 4
     shape = torch.tensor(stored.q.shape, dtype=torch.int64)
     return {"weight_packed": octets.view(torch.int32), "weight_scale": stored.scale, "weight_shape": shape}

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mini_sglang.model_config import ModelConfig
+from mini_sglang.quantize import pack_int4
 from mini_sglang.weights.quantize import quantize_int4
 
 KeysValues = tuple[Tensor, Tensor]  # [batch, kv_heads, length, head_dim] each
@@ -207,13 +208,9 @@ def _packed(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if module != "lm_head":
         scale = (tensor.float().abs().amax(1, keepdim=True) / 127).half().clamp_min(torch.finfo(torch.half).tiny)
         return {name: (tensor / scale).round().to(torch.int8), f"{module}.weight_scale": scale}
-    stored = quantize_int4(tensor, 32, scale_dtype=torch.float16)
-    octets = stored.q[:, 0::2] | stored.q[:, 1::2] << 4
-    return {
-        f"{module}.weight_packed": octets.view(torch.int32),
-        f"{module}.weight_scale": stored.scale.half(),
-        f"{module}.weight_shape": torch.tensor(tensor.shape),
-    }
+    parts = pack_int4(quantize_int4(tensor, 32, scale_dtype=torch.float16))
+    parts["weight_scale"] = parts["weight_scale"].half()
+    return {f"{module}.{part}": value for part, value in parts.items()}
 
 
 def _group(target: str, layout: str, **weights: object) -> dict[str, object]:

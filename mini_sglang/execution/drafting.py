@@ -8,7 +8,6 @@ before the step that verifies them is launched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,7 +22,7 @@ from mini_sglang.execution.sampler import Sampled
 from mini_sglang.layers.forward_batch import ForwardBatch
 from mini_sglang.models.eagle3 import Eagle3Head
 from mini_sglang.models.transformer import Transformer
-from mini_sglang.scheduling.batch import NewRequest, Row, ScheduledBatch, is_unknown
+from mini_sglang.scheduling.batch import Row, ScheduledBatch, is_unknown
 
 
 class Drafter(Protocol):
@@ -36,8 +35,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def follow(self, rows: list[Row], new_requests: Iterable[NewRequest], memory: DraftMemory) -> None:
-        """Compute `rows`, as the target has done just now."""
+    def follow(self, batch: ScheduledBatch, computed: torch.Tensor, memory: DraftMemory) -> None:
+        """Compute the batch's rows, as the target has done just now. It has accepted `computed` tokens of each slot."""
         ...
 
 
@@ -64,8 +63,8 @@ class DraftModel:
     def draft(self, rows: list[Row], place: int, memory: DraftMemory) -> None:
         memory.sampler.sample(rows, self._model(memory.step(rows)))
 
-    def follow(self, rows: list[Row], new_requests: Iterable[NewRequest], memory: DraftMemory) -> None:
-        self._model.hidden(memory.step([Row(row.slot, row.start, row.count, 0) for row in rows]))
+    def follow(self, batch: ScheduledBatch, computed: torch.Tensor, memory: DraftMemory) -> None:
+        self._model.hidden(memory.step([Row(row.slot, row.start, row.count, 0) for row in batch.rows]))
 
 
 class Eagle3Drafter:
@@ -84,10 +83,9 @@ class Eagle3Drafter:
         self._drafted = self._head(memory.step(rows), before)
         memory.sampler.sample(rows, self._head.logits(self._drafted))
 
-    def follow(self, rows: list[Row], new_requests: Iterable[NewRequest], memory: DraftMemory) -> None:
+    def follow(self, batch: ScheduledBatch, computed: torch.Tensor, memory: DraftMemory) -> None:
         """The first token of a request, or behind a cached prefix, is paired with features of its own."""
-        table, new_slots = memory.table, {request.slot for request in new_requests}
-        computed = table.num_computed.clone()
+        table, rows, new_slots = memory.table, batch.rows, {request.slot for request in batch.new_requests}
         step = memory.step(rows)
         features = self._head.features(self._hidden[: len(step.positions)])
         firsts, end = [], 0
@@ -124,7 +122,7 @@ class DraftingRunner:
             batch = msgspec.structs.replace(batch, drafts={**batch.drafts, **drafts})
         sampled = self._runner.run(batch)
         computed = self._table.num_computed.clone()
-        self._drafter.follow(batch.rows, batch.new_requests, self._memory)
+        self._drafter.follow(batch, computed, self._memory)
         self._table.num_computed.copy_(computed)  # which `follow` has moved over rejected tokens too
         return replace(sampled, drafts=drafts) if drafts else sampled
 

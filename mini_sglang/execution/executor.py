@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mini_sglang.config import EngineConfig, ResolvedConfig
+from mini_sglang.execution.load_drafter import find_drafter
 from mini_sglang.execution.resolve import resolve
 from mini_sglang.execution.sampler import Sampled
 from mini_sglang.execution.worker import Worker, most_samples
@@ -112,7 +113,8 @@ class Executor:
             raise ValueError("device=cuda needs an NVIDIA GPU, and PyTorch found none; leave it at auto")
         source = source or find_model(config)
         model_config = load_model_config(source)
-        resolved = resolve(config, model_config, source)
+        draft = find_drafter(config, model_config)
+        resolved = resolve(config, model_config, source, draft)
         fit_pages = config.num_pages is None and resolved.device == "cuda"
         self._free_buffers: list[_HostBuffer] = []  # those that no launched step uses
         self._closed = False
@@ -120,7 +122,7 @@ class Executor:
         try:
             with self._together():
                 parallel = SINGLE if self._workers is None else self._workers.connect()
-                worker = Worker(resolved, model_config, source, parallel, self.check, fit_pages=fit_pages)
+                worker = Worker(resolved, model_config, source, draft, parallel, self.check, fit_pages=fit_pages)
         except BaseException:
             if self._workers is not None:
                 self._workers.close()

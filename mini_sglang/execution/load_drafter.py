@@ -39,6 +39,14 @@ class DraftSource:
         """Whether it is a head, which is whole on each of the target's ranks; a model is spread over them."""
         return isinstance(self.config, Eagle3Config)
 
+    def check_context(self, length: int) -> None:
+        """Raise ValueError if it cannot draft for requests of that many tokens. A head turns any position."""
+        if not self.is_head and self.layers.context_length < length:
+            raise ValueError(
+                f"speculative: model {self.source.name!r} has a context length of {self.layers.context_length} tokens, "
+                f"less than context_length, {length}; lower that"
+            )
+
     def parallel(self, parallel: TensorParallel) -> TensorParallel:
         """What it is spread over, of the target's ranks"""
         return SINGLE if self.is_head else parallel
@@ -56,13 +64,7 @@ def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | Non
     except FileNotFoundError as error:
         known = ", ".join(WITHOUT_MODEL)
         raise FileNotFoundError(f"speculative must be one of {known}, or a model or EAGLE-3 head: {error}") from error
-    draft = _draft_config(source, target)
-    if isinstance(draft, ModelConfig) and draft.context_length < (needed := config.context_length or 0):
-        raise ValueError(
-            f"speculative: model {config.speculative!r} has a context length of {draft.context_length} tokens, less "
-            f"than context_length, {needed}; lower that"
-        )
-    return DraftSource(source, draft)
+    return DraftSource(source, _draft_config(source, target))
 
 
 def _draft_config(source: ModelSource, target: ModelConfig) -> ModelConfig | Eagle3Config:

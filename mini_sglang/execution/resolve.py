@@ -11,7 +11,7 @@ import torch
 from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import GRAPH_BACKENDS, resolve_backend
 from mini_sglang.config import EngineConfig, ResolvedConfig
-from mini_sglang.execution.load_drafter import DraftSource, find_drafter
+from mini_sglang.execution.load_drafter import DraftSource
 from mini_sglang.execution.request_table import RequestTable
 from mini_sglang.kernels.interface import FP8
 from mini_sglang.memory import available_memory, total_memory
@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> ResolvedConfig:
+def resolve(
+    config: EngineConfig, model: ModelConfig, source: ModelSource, draft: DraftSource | None = None
+) -> ResolvedConfig:
     """`config` with every `auto` and None replaced by what this machine and this model give.
 
     What fits into a GPU's memory is only known when the model is there: `num_pages`, if it was left open, is then the
@@ -52,7 +54,8 @@ def resolve(config: EngineConfig, model: ModelConfig, source: ModelSource) -> Re
             f"deterministic needs a GPU and attention_backend=triton, got {device} and {backend}; leave it off"
         )
     most_pages = slots * -(-context_length // config.page_size)
-    draft = find_drafter(config.replace(context_length=context_length), model)
+    if draft is not None:
+        draft.check_context(context_length)
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_here) if on_cpu else torch.get_num_threads()
     known = {
         "device": device,

@@ -19,7 +19,7 @@ from mini_sglang.attention.kv_pool import KVPool
 from mini_sglang.attention.select import Backends, graph_backends, make_backends
 from mini_sglang.config import ResolvedConfig
 from mini_sglang.execution.drafting import Drafter, DraftingRunner, DraftMemory
-from mini_sglang.execution.load_drafter import find_drafter, load_drafter
+from mini_sglang.execution.load_drafter import DraftSource, load_drafter
 from mini_sglang.execution.measured_cost import measured_cost, prompt_step
 from mini_sglang.execution.model_runner import ModelRunner, Runner
 from mini_sglang.execution.request_table import RequestTable
@@ -68,6 +68,7 @@ class Worker:
         config: ResolvedConfig,
         model_config: ModelConfig,
         source: ModelSource,
+        draft: DraftSource | None,
         parallel: TensorParallel,
         check: Callable[[], None],
         *,
@@ -76,7 +77,7 @@ class Worker:
         self.config = config
         self.model_config = model_config = replace(model_config, context_length=config.context_length)
         self._parallel = parallel
-        self._draft = find_drafter(config, model_config)
+        self._draft = draft
         torch.set_num_threads(config.num_threads)
         self._device, self._dtype = torch.device(config.device), DTYPES[config.dtype]
         if self._device.type == "cuda":  # the library whose choice for a long K and few rows is better by up to a fifth

@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from mini_sglang.child_process import die_with_parent, leave_signals_to_parent
+from mini_sglang.execution.load_drafter import find_drafter
 from mini_sglang.execution.worker import Worker
 from mini_sglang.execution.worker_group import (
     HEARTBEAT_S,
@@ -81,7 +82,9 @@ def _serve(assignment: Assignment, context: zmq.Context[zmq.Socket[bytes]]) -> N
     batches.subscribe(b"")
     batches.connect(job.batches)
     parallel = job.connect(assignment.rank)
-    worker = Worker(config, load_model_config(source), source, parallel, lambda: None, fit_pages=job.fit_pages)
+    model_config = load_model_config(source)
+    draft = find_drafter(config, model_config)
+    worker = Worker(config, model_config, source, draft, parallel, lambda: None, fit_pages=job.fit_pages)
     while (message := batches.recv()) != LEAVE:
         worker.runner.run(decode_batch(message))
     del worker  # before what its graphs hold is given back

@@ -21,7 +21,7 @@ from typing import Protocol
 from mini_sglang.config import ResolvedConfig
 from mini_sglang.outputs import StepOutputs, TokenOutput
 from mini_sglang.request import Request
-from mini_sglang.scheduling.batch import MOST_VERIFIED, UNKNOWN, Row
+from mini_sglang.scheduling.batch import MOST_VERIFIED, UNKNOWN, Row, is_unknown
 from mini_sglang.scheduling.kv_cache import KVCacheManager
 from mini_sglang.scheduling.stats import DraftStats
 from mini_sglang.scheduling.step_cost import StepCost, Work, work_of
@@ -209,7 +209,7 @@ class Gate:
         if not self.is_due(request):
             return None
         record, draft = self._record(request), self._proposer.propose(request, self._most)
-        if draft and draft[0] == UNKNOWN:  # no masks are known along it
+        if draft and is_unknown(draft):  # no masks are known along it
             return []
         if not draft or self._always:
             return draft
@@ -247,30 +247,28 @@ class Gate:
         return drafts
 
     def _gated(
-        self, plan: Mapping[Request, int], proposed: Iterable[tuple[_Record, Request, list[int]]]
+        self, plan: Mapping[Request, int], proposed: Sequence[tuple[_Record, Request, list[int]]]
     ) -> dict[Request, list[int]]:
         """As much of each draft as pays, beside those before it."""
         tokens, drafts = float(len(plan)), {}
-        proposed = list(proposed)
         draft_us = self._cost.draft_us / max(len(proposed), 1)  # a model drafts a token of all of them at a time
         us = self._cost.predict(
             work_of(Row(0, request.num_computed_tokens, count, 1) for request, count in plan.items())
         )
         self._rate = tokens / us
         for record, request, draft in proposed:
-            is_unknown = draft[0] == UNKNOWN
-            own_us = draft_us * is_unknown
+            own_us = draft_us if is_unknown(draft) else 0.0
             length, more, longer_us = self._worth(record, request, len(draft), tokens / us, own_us)
             if length > 1:  # is each of them worth it also at the rate that they would bring?
                 rate = (tokens + more) / (us + longer_us)
                 length, more, longer_us = self._worth(record, request, length, rate, own_us)
-            if not length and is_unknown and record.is_probed(request.num_known_tokens):
+            if not length and is_unknown(draft) and record.is_probed(request.num_known_tokens):
                 length = 1
             if length:
                 tokens, us = tokens + more, us + longer_us
                 drafts[request] = draft[:length]
             else:
-                if not (is_unknown or _is_forced(request, 0)):
+                if not (is_unknown(draft) or _is_forced(request, 0)):
                     record.expected = (request.num_known_tokens, draft[0])
                 self._put_off(request, record)
         return drafts

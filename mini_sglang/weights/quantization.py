@@ -54,8 +54,9 @@ def open_folder(folder: Path, names: Container[str]) -> dict[str, CheckpointTens
     tensors, quantization = split_gpt_oss(open_safetensors(folder)), read_quantization(folder)
     if quantization is not None:
         tensors = _dequantised(tensors, quantization, names, folder)
-    unread = [tensor for tensor in tensors.values() if tensor.name not in _VOCABULARY_MAPS or tensor.name not in names]
-    refused = [f"{tensor.name} ({tensor.dtype})" for tensor in unread if tensor.dtype not in _FLOATS]
+    maps = [name for name in _VOCABULARY_MAPS if name in names]
+    numbers = [tensor for tensor in tensors.values() if tensor.name not in maps]
+    refused = [f"{tensor.name} ({tensor.dtype})" for tensor in numbers if tensor.dtype not in _FLOATS]
     if refused:
         unstated = "" if quantization else ", and config.json has no quantization_config"
         raise WeightsError(f"{folder}: dtype is not F32, F16 or BF16{unstated}: {listed(refused)}")

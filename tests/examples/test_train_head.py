@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from examples.train_head import data, train
-from examples.train_head.head import Head, Norm, target_layers
+from examples.train_head.head import Head, Norm, export, target_layers
 from mini_sglang import LLM
 from mini_sglang.weights.model_config import load_model_config
 from tests import tiny
@@ -192,3 +192,19 @@ def _turned(y: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     half = y.shape[-1] // 2
     numbers = torch.complex(y[..., :half], y[..., half:]) * turns
     return torch.cat((numbers.real, numbers.imag), -1)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["float16", "packed"])
+def test_an_engine_drafts_with_what_is_exported(
+    packed: bool, checkpoint: tiny.TinyCheckpoint, head: Head, tmp_path: Path
+) -> None:
+    config = load_model_config(checkpoint.source)
+    export(head.tensors(), config, 96, tmp_path, packed=packed)
+    prompts = tiny.make_ragged_prompts(4, tiny.VOCAB_SIZE)
+    with tiny.run_engine(checkpoint.path) as engine:
+        plain = tiny.generate_ids(engine, prompts)
+    with tiny.run_engine(checkpoint.path, speculative=str(tmp_path), speculative_gate=False) as engine:
+        assert tiny.generate_ids(engine, prompts) == plain
+        drafts = engine.stats().drafts
+    assert drafts is not None
+    assert drafts.num_draft_tokens > 0
